@@ -5,7 +5,6 @@ steps for each estimate, whose loss and gradient are on average K/T of the unrol
 plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,43 +21,50 @@ from apgrad.meta._partition import merge, partition, require_trainable, value_an
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
 
-@dataclasses.dataclass(frozen=True)
 class OuterGradient:
     """A way to estimate the gradient of an unroll's loss with respect to the meta-parameters.
 
-    Attributes:
+    Args:
       init: `(theta, key) -> carry`, what goes on from one outer step to the next, such as an unroll that is half done.
-      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, with zeros for what is
-        not trained, and the new carry.
-
-    Raises:
-      TypeError: when an estimate is traced, for a theta or a result that is not of this form.
+      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry.
     """
 
-    init: Callable[[Any, jax.Array], Any]
-    estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]]
+    def __init__(
+        self,
+        init: Callable[[Any, jax.Array], Any],
+        estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]],
+    ):
+        self._init = jax.jit(init)  # or a staggered start compiles its steps at each call
+        self._estimate = estimate
 
-    def __post_init__(self):
-        init, estimate = jax.jit(self.init), self.estimate  # or a staggered start compiles its steps at each call
+    def init(self, theta: Any, key: jax.Array) -> Any:
+        """The carry at the start.
 
-        def begin(theta, key):
-            require_trainable(theta)
-            return strong(init(theta, key))
+        Args:
+          theta: the meta-parameters; a TypeError if they are not floating point.
+          key: PRNG key of the start.
+        """
+        require_trainable(theta)
+        return strong(self._init(theta, key))
 
-        def checked(theta, key, carry):
-            require_trainable(theta)
-            loss, gradient, carry = estimate(theta, key, carry)
-            form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
-            if form(gradient) != form(theta):
-                shapes = [jax.tree.map(jnp.shape, tree) for tree in (theta, gradient)]
-                raise TypeError(
-                    f"an outer gradient has theta's structure and shapes: theta has {shapes[0]}, and `estimate` "
-                    f"returned {shapes[1]}"
-                )
-            return scalar("the loss of an outer gradient", loss), with_zeros(*partition(gradient)), carry
+    def estimate(self, theta: Any, key: jax.Array, carry: Any) -> tuple[jax.Array, Any, Any]:
+        """Loss, gradient, with zeros for what is not trained, and new carry.
 
-        object.__setattr__(self, "init", begin)
-        object.__setattr__(self, "estimate", checked)
+        Args:
+          theta: the meta-parameters; a TypeError if they are not floating point.
+          key: PRNG key of this estimate.
+          carry: the carry of `init` or of the estimate before.
+        """
+        require_trainable(theta)
+        loss, gradient, carry = self._estimate(theta, key, carry)
+        form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
+        if form(gradient) != form(theta):
+            shapes = [jax.tree.map(jnp.shape, tree) for tree in (theta, gradient)]
+            raise TypeError(
+                f"an outer gradient has theta's structure and shapes: theta has {shapes[0]}, and `estimate` "
+                f"returned {shapes[1]}"
+            )
+        return scalar("the loss of an outer gradient", loss), with_zeros(*partition(gradient)), carry
 
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> tuple[jax.Array, Any, Any]:
         """Loss, gradient and carry by `estimate`.

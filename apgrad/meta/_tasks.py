@@ -71,7 +71,8 @@ def mlp(
     functions = list(activation) if isinstance(activation, Sequence) else [activation] * last
     if len(functions) != last:
         raise ValueError(f"{last} hidden layers need as many activations, got {len(functions)}")
-    linear = [nnx.Linear(n, m, rngs=nnx.Rngs(0)) for n, m in itertools.pairwise(sizes)]
+    unused = {"kernel_init": nnx.initializers.zeros, "rngs": nnx.Rngs(0)}  # the prior draws the parameters
+    linear = [nnx.Linear(n, m, **unused) for n, m in itertools.pairwise(sizes)]
     parts = [part for pair in zip(linear, functions, strict=False) for part in pair]
     network, first = mplp.from_nnx(nnx.Sequential(*parts, linear[-1]), loss, names="role")
     names = list(first)

@@ -20,7 +20,8 @@ def made(batch=6, sizes=(4, 5, 3), **options):
     params = prior(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (batch, sizes[0]), float)
     data = x, jax.nn.one_hot(jnp.arange(batch) % sizes[-1], sizes[-1], dtype=float)
-    rule = mplp.Normalized(mplp.sites(network, params, data), hidden=4, rngs=nnx.Rngs(0), **options)
+    small = {"message_size": 3, "rank": 2, "hidden": 4, **options}
+    rule = mplp.Normalized(mplp.sites(network, params, data), rngs=nnx.Rngs(0), **small)
     return network, params, data, rule
 
 
@@ -171,7 +172,7 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
 
 
 def test_scales_of_inputs_and_messages_do_not_count(x64):
-    network, params, (x, y), rule = made(message_size=3)
+    network, params, (x, y), rule = made()
     rule, site = moved(rule), next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
     message = jax.random.normal(jax.random.key(2), (6, 5, 3), float)
 
@@ -189,7 +190,7 @@ def test_scales_of_inputs_and_messages_do_not_count(x64):
 
 def test_corrections_fade_with_the_examples_seen(x64):
     """After t minibatches of B examples 1 / (1 + t B / 1000) of what the message has beside the exact one is left."""
-    network, params, (x, y), rule = made(message_size=3)
+    network, params, (x, y), rule = made()
     rule, site = moved(rule), next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_out")
     for local in rule.places.values():
         local.controller.gain[...] *= 0.0  # so that the controllers give the same at every step
@@ -208,7 +209,7 @@ def test_corrections_fade_with_the_examples_seen(x64):
 
 
 def test_steps_get_shorter_until_the_horizon(tmp_path):
-    network, params, data, rule = made()
+    network, params, data, rule = made(message_size=0)
 
     @jax.jit
     def lengths(rule):
@@ -253,7 +254,7 @@ def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
 def test_fit_tells_the_horizon():
     model = nnx.Sequential(nnx.Linear(4, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 3, rngs=nnx.Rngs(1)))
     network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role")
-    _, _, data, rule = made()
+    _, _, data, rule = made(message_size=0)
     state, told = mplp.init_state(rule, network, params, data), rule.for_steps(2)
     step = jax.jit(lambda params, state: mplp.inner_step(told, network, params, state, data)[:2])
     expected = step(*step(params, state))[0]

@@ -299,7 +299,7 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         call((2, 3, 1), jnp.tanh, 1, rule=mplp.load_trained(tmp_path / "rule")[0])
     for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
         with pytest.raises(ValueError, match="has all four"):
-            mplp.save_trained(rule, {"trained": "here"} | wrong, tmp_path / "wrong")
+            _reach.Reach.of({"trained": "here"} | wrong)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_standardizers_are_of_the_first_steps(x64):
     graph = GRAPHS["softmax, cross_entropy"]
     params, batch, batches = task(graph)
     params |= {"b0": jnp.zeros(5), "b1": jnp.zeros(2)}
-    new = per_synapse(mplp.sites(graph.network, params, batch))
+    new = per_synapse(mplp.sites(graph.network, params, batch), cell="mlp", layers=(3,))
     first = jax.tree.map(lambda x: x[:1], batches)
 
     @jit
