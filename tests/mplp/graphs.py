@@ -19,6 +19,16 @@ jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 """For programs that run once and are long to compile: a third of the time."""
 
 
+def first_step(rule, network, params, batch):
+    """Updates, state and metrics of the first inner step."""
+    return mplp.backward(rule, network, params, mplp.init_state(rule, network, params, batch), batch)
+
+
+def close(found, expected, **tolerance):
+    """Every array of one pytree is that of the other, to a tolerance of `np.testing.assert_allclose`."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, expected)
+
+
 def half_l2(p, y):
     return jnp.sum((y - p) ** 2, -1) / 2
 

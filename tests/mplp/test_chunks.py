@@ -8,7 +8,7 @@ from flax import nnx
 
 from apgrad import mplp
 from apgrad.mplp.rules import _per_synapse as per_synapse, _thesis as thesis
-from tests.mplp.graphs import jit
+from tests.mplp.graphs import close, first_step, jit
 
 # Each node with parameters, between a signal and a loss: (batch, positions, features) to the same.
 NODES = {
@@ -51,9 +51,8 @@ def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
         monkeypatch.setattr(per_synapse, "CHUNK", chunk)
         run = jit(lambda p, s: mplp.backward(rule, network, p, s, batch)[:2])
         results.append(run(params, state))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     for parts in results[1:]:
-        jax.tree.map(close, parts, results[0])
+        close(parts, results[0], rtol=1e-4, atol=1e-6)
     assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
 
 
@@ -66,14 +65,13 @@ def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
     )
 
     def outer(rule):
-        updates = mplp.backward(rule, network, params, mplp.init_state(rule, network, params, batch), batch)[0]
+        updates = first_step(rule, network, params, batch)[0]
         return sum(jnp.sum(jnp.sin(100 * u)) for u in jax.tree.leaves(updates)), updates
 
     results = []
     for chunk in (10**9, 1, 6 * 2 * 5 * 5):  # all rows, one, two of 5 x 5 synapses with 6 hidden units
         monkeypatch.setattr(thesis, "CHUNK", chunk)
         results.append(jit(lambda rule: nnx.grad(outer, has_aux=True)(rule))(rule))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     for found in results[1:]:
-        jax.tree.map(close, found, results[0])
+        close(found, results[0], rtol=1e-4, atol=1e-5)
     assert any(jnp.any(g != 0) for g in jax.tree.leaves(results[0][0]))

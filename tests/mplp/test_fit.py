@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
+from tests.mplp.graphs import close
 from tests.refusals import refused
 
 X = jax.random.normal(jax.random.key(0), (6, 8, 3))
@@ -44,7 +45,7 @@ def test_fit_is_the_loop_of_inner_steps():
     expected, (losses, measures) = jax.lax.scan(descend, params, (X, Y))
     np.testing.assert_allclose(fitted.losses, losses, rtol=1e-5)
     learned = mplp.from_nnx(fitted.model, mplp.softmax_cross_entropy)[1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), learned, expected)
+    close(learned, expected, rtol=1e-5, atol=1e-6)
     assert fitted.steps.tolist() == [0, 4, 6] and len(calls) == 1  # traced once
     np.testing.assert_allclose(fitted.held_out[:2], np.asarray(measures)[[0, 4]], rtol=1e-5)
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from tests.mplp.graphs import jit
+from tests.mplp.graphs import close, first_step, jit
 from tests.refusals import refused
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
@@ -140,10 +140,9 @@ def test_recurrence_is_flaxs_and_its_gradient_exact(cell):
 
     @jit
     def both(params):
-        state = mplp.init_state(rule, network, params, batch)
-        return mplp.backward(rule, network, params, state, batch)[0], jax.grad(loss)(params)
+        return first_step(rule, network, params, batch)[0], jax.tree.map(lambda g: -0.5 * g, jax.grad(loss)(params))
 
-    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.5 * g, rtol=1e-4, atol=1e-6), *both(params))
+    close(*both(params), rtol=1e-4, atol=1e-6)
     again = mplp.from_nnx(mplp.to_nnx(model(), jax.tree.map(lambda p: p + 1, params)), mplp.squared_error)[1]
     jax.tree.map(np.testing.assert_array_equal, again, jax.tree.map(lambda p: p + 1, params))
     with pytest.raises(TypeError, match=r"got an nnx.* with .*dtype=.*bfloat16"):
@@ -173,12 +172,10 @@ def test_frozen_variables_stay_as_they_are():
 
     @jit
     def both(params):
-        state = mplp.init_state(rule, network, params, batch)
         loss = lambda p: jnp.mean(jnp.sum((network.predict(p, batch[0]) - batch[1]) ** 2, -1)) / 2
-        return mplp.backward(rule, network, params, state, batch)[0], jax.grad(loss)(params)
+        return first_step(rule, network, params, batch)[0], jax.tree.map(lambda g: -0.1 * g, jax.grad(loss)(params))
 
-    close = lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, *both(params))
+    close(*both(params), rtol=1e-4, atol=1e-6)
     learned = mplp.to_nnx(model, jax.tree.map(lambda p: p + 1, params))
     np.testing.assert_array_equal(learned.layers[3].kernel[...], second.kernel[...])
     np.testing.assert_array_equal(learned.layers[3].bias[...], second.bias[...] + 1)
@@ -280,10 +277,11 @@ def test_a_layer_used_twice_is_one_layer():
         h = call("2_dense", jnp.tanh(call("0_dense", x)))
         return jnp.mean(jnp.sum((call("0_dense", jnp.tanh(call("0_dense", h))) - y) ** 2, -1)) / 2
 
-    state = mplp.init_state(mplp.Exact(1.0), network, params, (x, y))
-    updates, _, _ = jit(lambda p: mplp.backward(mplp.Exact(1.0), network, p, state, (x, y)))(params)
-    close = lambda u, g: np.testing.assert_allclose(u, -g, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, updates, jax.grad(plain)(params))
+    @jit
+    def both(p):
+        return first_step(mplp.Exact(1.0), network, p, (x, y))[0], jax.tree.map(jnp.negative, jax.grad(plain)(p))
+
+    close(*both(params), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_of_another_form_than_its_node_is_refused():
@@ -338,8 +336,7 @@ def test_a_model_is_what_it_was():
 
     @jit
     def both(model, params):
-        state = mplp.init_state(mplp.Exact(0.5), network, params, (x, y))
-        updates, _, metrics = mplp.backward(mplp.Exact(0.5), network, params, state, (x, y))
+        updates, _, metrics = first_step(mplp.Exact(0.5), network, params, (x, y))
         with jax.numpy_dtype_promotion("standard"):
             return updates, metrics, network.predict(params, x), model(x), jax.grad(loss)(model)
 
@@ -349,7 +346,7 @@ def test_a_model_is_what_it_was():
     # The gradient has the model's form, so it becomes parameters as the model does.
     _, wanted = mplp.from_nnx(gradient, loss=mplp.cross_entropy)
     assert jax.tree.structure(updates) == jax.tree.structure(wanted)
-    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.5 * g, rtol=1e-4, atol=2e-6), updates, wanted)
+    close(updates, jax.tree.map(lambda g: -0.5 * g, wanted), rtol=1e-4, atol=2e-6)
     assert all(jnp.any(u != 0) for u in jax.tree.leaves(updates))
     after = optax.apply_updates(params, updates)
     assert jnp.any(jit(network.predict)(after, x) != predicted)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
+from tests.mplp.graphs import first_step
 from tests.refusals import refused
 
 
@@ -100,12 +101,7 @@ def test_shared_parameters_of_any_node(x64):
     batch = tokens, jnp.arange(6.0).reshape(2, 3)
     rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
     exact = mplp.Exact(1.0)
-    updates, sums = jax.jit(
-        lambda: tuple(
-            mplp.backward(r, network, params, mplp.init_state(r, network, params, batch), batch)[0]
-            for r in (rule, exact)
-        )
-    )()
+    updates, sums = jax.jit(lambda: tuple(first_step(r, network, params, batch)[0] for r in (rule, exact)))()
     gradient = jax.grad(plain)(params, batch)
     for name, g in gradient.items():
         length = np.exp(-2.3) / np.sqrt(3) if name == "table" else rate
@@ -156,9 +152,7 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
     right = ("unrolled layers", "unrolled, shared", "branches", "layers", "shared", "once")
 
     def traced(rule, network):
-        jax.eval_shape(
-            lambda p: mplp.backward(rule, network, p, mplp.init_state(rule, network, p, batch), batch), params
-        )
+        jax.eval_shape(lambda p: first_step(rule, network, p, batch), params)
 
     for name, body in bodies.items():
         network = lambda places, p, b, body=body: mplp.squared_error(
@@ -266,8 +260,8 @@ def test_fit_tells_the_horizon():
 def test_steps_stay_finite_where_messages_are_rounding():
     network, params, (x, _), rule = made(message_size=0)
     p = jax.nn.softmax(network.predict(params, x))  # the loss's message is 0 at these targets
-    step = lambda rule: mplp.backward(rule, network, params, mplp.init_state(rule, network, params, (x, p)), (x, p))[0]
-    assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(jax.jit(step)(rule)))
+    updates = jax.jit(lambda rule: first_step(rule, network, params, (x, p))[0])(rule)
+    assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(updates))
 
 
 def test_places_of_one_role_that_ask_different_questions_are_refused():

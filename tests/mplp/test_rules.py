@@ -14,7 +14,7 @@ from apgrad import mplp
 from apgrad.mplp._protocol import Site
 from apgrad.mplp.rules import _whitening as whitening
 from apgrad.mplp.rules._thesis import BatchNorm
-from tests.mplp.graphs import GRAPHS, jit, mlp_params
+from tests.mplp.graphs import GRAPHS, close, first_step, jit, mlp_params
 from tests.refusals import refused
 
 SMALL = {"message_size": 2, "hidden": 3, "layers": (6, 5)}
@@ -51,10 +51,6 @@ RULES = {
     "separable, window": functools.partial(separable, whiten=True, full=1, window=8),
     "normalized": normalized,
 }
-
-
-def close(found, expected, **tolerance):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, expected)
 
 
 def jiggle(tree, scale=0.05, seed=7):
@@ -163,7 +159,7 @@ class TestMetaGradients:
 
         once, twice = (functools.partial(network, names=names) for names in (("d", "e"), ("d", "d")))
         rule = per_synapse(mplp.sites(once, params, batch), share="all")
-        run = lambda n: mplp.backward(rule, n, params, mplp.init_state(rule, n, params, batch), batch)
+        run = lambda network: first_step(rule, network, params, batch)
         (apart, states, _), (together, state, _) = jit(lambda: (run(once), run(twice)))()
         mean = jax.tree.map(lambda a, b: (a + b) / 2, states["d"], states["e"])
         close((together, state["d"]), (apart, mean), rtol=1e-12)
@@ -182,14 +178,13 @@ class TestStarts:
         graph = GRAPHS[graph]
         params, batch = graph.make("float64")
         rule = DESCENTS[name](mplp.sites(graph.network, params, batch))
-        state = mplp.init_state(rule, graph.network, params, batch)
 
         @jit
-        def both(params, state):
-            updates, _, _ = mplp.backward(rule, graph.network, params, state, batch)
+        def both(params):
+            updates, _, _ = first_step(rule, graph.network, params, batch)
             return updates, jax.tree.map(lambda g: -0.01 * g, jax.grad(graph.plain)(params, batch))
 
-        close(*both(params, state), rtol=1e-11, atol=1e-11)
+        close(*both(params), rtol=1e-11, atol=1e-11)
 
     def test_random_of_the_thesis_is_that_of_its_code(self):
         """Kernels and biases uniform within 1 / sqrt(features), as those of `torch.nn.Linear`."""
@@ -232,10 +227,7 @@ def test_a_minibatch_that_is_given_twice_has_the_updates_of_one(x64):
     params, batch, _ = task(graph)
     sites = mplp.sites(graph.network, params, batch)
     rules = [jiggle(RULES[name](sites)) for name in ("thesis, from descent", "separable, neurons, gradient")]
-
-    def updates(rule, batch):
-        return mplp.backward(rule, graph.network, params, mplp.init_state(rule, graph.network, params, batch), batch)[0]
-
+    updates = lambda rule, batch: first_step(rule, graph.network, params, batch)[0]
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
     one, two = jit(lambda rules: [[updates(rule, b) for rule in rules] for b in (batch, twice)])(rules)
     close(one, two, rtol=1e-8, atol=1e-9)

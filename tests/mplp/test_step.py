@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
+from tests.mplp.graphs import close
 from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
@@ -26,8 +27,7 @@ def test_a_scan_is_the_same_whatever_it_remembers(remat):
     start, inputs = jnp.ones(2), {"a": jnp.linspace(0.0, 1.0, 14).reshape(7, 2)}
     scan = lambda step, carry, inputs: mplp.scan_steps(step, carry, inputs, remat=remat)
     derivative = lambda scan: jax.jit(lambda s, x: jax.value_and_grad(total, (0, 1), has_aux=True)(s, x, scan))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
-    jax.tree.map(close, derivative(scan)(start, inputs), derivative(jax.lax.scan)(start, inputs))
+    close(derivative(scan)(start, inputs), derivative(jax.lax.scan)(start, inputs), rtol=1e-6)
 
 
 @pytest.mark.parametrize("remat", [False, 2])
@@ -53,7 +53,7 @@ def test_a_network_without_a_rule_is_made_of_plain_functions():
     expected = [hidden, jnp.tanh(hidden), jnp.tanh(hidden) @ second.kernel[...]]
     names, outputs = zip(*network.layer_outputs(params, x), strict=True)
     assert names == ("0_dense", "1_activation", "2_dense")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), list(outputs), expected)
+    close(list(outputs), expected, rtol=1e-6)
     value, tangent = jax.jvp(lambda x: network.predict(params, x), (x,), (jnp.ones_like(x),))
     np.testing.assert_array_equal(value, outputs[-1])
     slope = (1 - jnp.tanh(hidden) ** 2) * (jnp.ones_like(x) @ first.kernel[...])
