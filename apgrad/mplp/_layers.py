@@ -169,7 +169,7 @@ def _(part: nnx.Embed) -> Layer:
     def apply(place: Place, p: Any, tokens: Any) -> Signal:
         if part.num_embeddings == 1 and hasattr(tokens, "dtype"):
             tokens = jnp.zeros_like(tokens)  # Flax's single row stands for every token
-        return nodes.embedding(place, tokens, p["embedding"])
+        return nodes.embedding(place, tokens, nodes.shared(place.within("table"), p["embedding"]))
 
     return _with_parameters("embedding", part, ("embedding",), apply)._replace(tokens=True)
 

@@ -76,6 +76,23 @@ def test_the_gradient_alone_is_averaged_and_normalized(x64, make):
             np.testing.assert_allclose(update, -length * (1 - t / 10) * direction, rtol=1e-9, atol=1e-12)
 
 
+def test_a_step_of_a_bias_a_scale_and_a_table_is_that_of_the_whole_gradient(x64):
+    """At three positions, where the gradient is a sum over them; of an embedding with tokens that pull both ways."""
+    layers = nnx.Embed(4, 3, rngs=nnx.Rngs(0)), nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+    network, params = mplp.from_nnx(nnx.Sequential(*layers), mplp.squared_error)
+    params = jax.tree.map(lambda w: w.astype(float), params)
+    batch = jnp.array([[0, 1, 2], [1, 1, 0]]), jax.random.normal(jax.random.key(0), (2, 3, 3), float)
+    rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
+    updates = jax.jit(lambda: first_step(rule, network, params, batch)[0])()
+    gradient = jax.jit(jax.grad(network.mean_loss))(params, batch)
+    lengths = {"embedding": np.exp(-2.3) / np.sqrt(4), "scale": np.exp(-2.3), "bias": np.exp(-2.3)}
+    for name, found in {**updates["0_embedding"], **updates["1_normalize"]}.items():
+        g = {**gradient["0_embedding"], **gradient["1_normalize"]}[name]
+        np.testing.assert_allclose(found, -lengths[name] * g / np.sqrt(np.mean(g**2)), rtol=1e-9, atol=1e-12)
+    alone = [site._replace(shared=False) for site in mplp.sites(network, params, batch) if site.family != "shared"]
+    refused(ValueError, "'0_embedding' .* through mplp.shared", mplp.Normalized, alone, rngs=nnx.Rngs(0))
+
+
 def test_shared_parameters_of_any_node(x64):
     """Bias, scale and embedding in a scan; what is shared is so as a whole, and other rules add up."""
     tokens, rate = jnp.array([[0, 2, 1], [1, 1, 0]]), np.exp(-2.3 - 1.5)

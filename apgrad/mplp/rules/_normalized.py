@@ -27,10 +27,12 @@ signal from noise: |V| / (|U| + |V|), and the cosine of U with the average befor
 
 *Shared parameters.* Of a parameter that is used in many steps (`mplp.shared`, as in a recurrent layer) the uses' U add
 up, and the average, its direction and its length are those of the sum: many normalized steps would make one too long.
+So it is for a bias or a scale at many positions, and for the table of an embedding, which must be shared.
 
 *The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +110,11 @@ class Normalized(MadeForSites):
             if site.family == "dense":
                 self.places[key] = _NormalizedDense(message_size, rank, hidden, whiten, site.shared, rngs)
             elif site.family == "diagonal":
+                if site.kind == "embedding" and not site.shared:
+                    raise ValueError(
+                        f"the embedding {site.name!r} of a normalized rule takes its table through mplp.shared, as "
+                        "that of mplp.from_nnx does: a step is normalized for the table, not for rows looked up"
+                    )
                 self.places[key] = _NormalizedDiagonal(hidden, site.shared, rngs)
             elif site.family == "shared":
                 self.places[key] = _NormalizedShared(hidden, len(site.shape) > 1, rngs)
@@ -136,7 +143,8 @@ class Normalized(MadeForSites):
         dense = site.family == "dense"
         state: dict[str, Any] = {"count": zeros(), "signal": zeros(2)}
         if site.family != "elementwise" and not site.shared:
-            state["average"] = zeros(*(site.shape if site.family == "shared" else site.shape[1:]))
+            shapes = {"shared": site.shape, "dense": site.shape[1:], "diagonal": site.shape[-1:]}
+            state["average"] = zeros(*shapes[site.family])
         if dense and not site.shared:
             state["bias"] = zeros(site.shape[2] if site.bias else 0)
         if dense and self.whitens:
@@ -237,8 +245,11 @@ class _NormalizedDiagonal(nnx.Module):
         if self.controller is None:
             return Answer(through, update, state=state | {"count": state["count"] + 1})
         control = self.controller(site, state, horizon, question.parameter)
-        new = dict(state) | _averaged(jnp.mean(update, axis=0), control["beta"], state)
+        positions = tuple(range(update.ndim - 2))
+        new = dict(state) | _averaged(jnp.sum(jnp.mean(update, axis=0), axis=positions), control["beta"], state)
         step = -control["rate"] * new["average"] / _size(new["average"])
+        # The node adds up what is answered at the positions.
+        step = step / math.prod(update.shape[1:-1])
         return Answer(through, jnp.broadcast_to(step, update.shape), state=new)
 
 
