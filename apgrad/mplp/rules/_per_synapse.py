@@ -22,7 +22,6 @@ has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitt
 `max_scale` bounds it.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -280,7 +279,7 @@ def fit_standardizers(
         (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
       max_scale: the largest scale; None as published, with the published fault.
     """
-    recording, fitted = copy.copy(rule), nnx.clone(rule)
+    recording, fitted = nnx.clone(rule), nnx.clone(rule)
     recording.record = True
     first = jax.tree.map(lambda x: x[0], batches)
 
