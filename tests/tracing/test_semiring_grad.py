@@ -154,7 +154,7 @@ def test_of_a_randomized_function_the_original_is_traced():
     np.testing.assert_array_equal(trace.gradient, original.gradient)
     np.testing.assert_array_equal(trace.influence().share, original.influence().share)
     heaviest = functools.partial(ap.semiring_grad, semiring=ap.tracing.max_product())
-    refused(TypeError, "Choose others with argnums", heaviest(randomized), KEY, w, x)
+    refused(TypeError, "Leave the argument out of argnums", heaviest(randomized), KEY, w, x)
     # What `jax.vmap` returns has the attributes of what it was given, and is another function.
     mapped = jax.vmap(randomized, in_axes=(0, None, None))
     assert mapped.original
