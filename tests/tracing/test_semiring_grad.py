@@ -207,7 +207,7 @@ def test_a_backward_pass_that_is_no_sum_over_edges_is_refused():
         return tape.cost(x**2)
 
     def learned(into):  # what leaves through the ports is what a rule answers, and no derivative of anything
-        places = mplp.Places(rule, state, port(state), {name: jnp.zeros(()) for name in state})
+        places = mplp.Places(rule, state, {name: (port(own), jnp.zeros(())) for name, own in state.items()})
         return jnp.mean(network(places, jax.tree.map(mplp.Parameter, params, into), batch)[0])
 
     losses = [(learned, port(params))]
