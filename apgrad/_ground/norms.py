@@ -1,4 +1,4 @@
-"""The norm of a pytree, and the pytree scaled to a norm, though squares, sums and inverses may be no numbers."""
+"""The norm of a pytree, and a pytree scaled to a norm, where squares, sums and inverses may overflow or vanish."""
 
 from typing import Any
 
@@ -8,20 +8,21 @@ import numpy as np
 
 
 def rescaled(tree: Any, norm: Any, *, shorten: bool = False) -> Any:
-    """The pytree with another Euclidean norm, or if it is to `shorten` with one of at most `norm`; zeros stay zeros.
+    """The pytree scaled to a Euclidean norm, or with `shorten` to at most that norm. Zeros stay zeros.
 
-    Where an element is infinite all are NaN, as no direction is known.
+    If an element is infinite, all elements become NaN, since the direction is not known.
     """
     size, length = scaled_norm(tree)
     factor = jnp.where(jnp.isfinite(length), norm / jnp.where(length == 0, 1, length), jnp.nan)
 
-    def one(x, wide):
+    def one(x):
+        x = jnp.asarray(x)
+        wide = x.astype(np.promote_types(x.dtype, size.dtype))
         # A large array is divided twice, since the product of size and length may overflow.
         scaled = (wide / size * factor).astype(x.dtype)
         return jnp.where(size * length <= norm, x, scaled) if shorten else scaled
 
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(one, map(jnp.asarray, leaves), widened(tree)))
+    return jax.tree.map(one, tree)
 
 
 def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:

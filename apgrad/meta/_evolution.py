@@ -129,8 +129,8 @@ def _persistent(problem, segment, sigma, stagger, keep):
 
         plus, up = moved(1, p.plus)
         minus, down = moved(-1, p.minus)
-        t, sum_of_none = jax.tree.map(jnp.zeros_like, (up.t, total))
-        ended = Particle(up._replace(t=t), down._replace(t=t), sum_of_none, later)
+        t, no_noise = jax.tree.map(jnp.zeros_like, (up.t, total))
+        ended = Particle(up._replace(t=t), down._replace(t=t), no_noise, later)
         carry = optax.tree.where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
         return *_antithetic(plus, minus, total, sigma), lax.stop_gradient(carry)
 

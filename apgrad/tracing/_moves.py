@@ -75,7 +75,7 @@ def _pad(equation: Equation) -> Pull:
 
 
 def _dynamic_slice(equation: Equation) -> Pull:
-    """dynamic_slice: JAX's transpose, which is not for integers, as masks are."""
+    """The operand gets the message at the place of the slice. JAX's transpose takes no integers, which masks are."""
     semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
 
     def pull(starts, messages):

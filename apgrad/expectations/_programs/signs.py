@@ -98,11 +98,11 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
     """The inner products of messages with derivatives along factors, (NUMBER,); None for what is no product or sum."""
-    name, shapes = eqn.primitive.name, [jnp.shape(x) for x in arrays]
+    name = eqn.primitive.name
     if not isinstance(signs, Factors) or name not in ("dot_general", "add", "add_any", "sub", "mul"):
         return None
-    (message,) = messages  # others have any number of outputs with messages: a comparison none
-    ndim = jnp.ndim(message)
+    (message,) = messages  # Other operations may have several messages, and a comparison has none.
+    shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
     if name == "dot_general":
         contracted, batched = Parameters(eqn)["dimension_numbers"]
         labels = [[-1] * len(shape) for shape in shapes]

@@ -36,8 +36,8 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
 
     Its parameters are arguments of the objective, whose value does not depend on them: their gradient is the
     regression's, averaged over lanes and summed over nodes. It reaches arguments that lanes share, not a lane's own.
-    What the function takes of the program's other parameters gets the sum of both gradients, which is the expected
-    cost's no more: hold these constant in the function by `jax.lax.stop_gradient`.
+    Other parameters of the program that the function uses get the sum of both gradients, which is not the gradient of
+    the expected cost: hold them constant in the function by `jax.lax.stop_gradient`.
 
     Args:
       function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one

@@ -200,7 +200,7 @@ class _Controller(nnx.Module):
 
 
 class _NormalizedDense(nnx.Module):
-    """The local rule of a dense node; with messages of size 0 that of the gradient alone."""
+    """The local rule of a dense node. With messages of size 0 it sees the gradient alone."""
 
     def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, shared: bool, rngs: nnx.Rngs):
         made = lambda seen, out, gain: Corrected(seen, hidden, out, gain, rngs) if message_size else uncorrected

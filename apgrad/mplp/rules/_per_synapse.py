@@ -197,8 +197,8 @@ class _Part(NamedTuple):
 
     cell: Any
     standardizer: Standardizer
-    scale: Any  # of the update, None for a message alone; and so is its mean
-    mean: Any
+    scale: Any  # of the update; None where a part makes a message alone
+    mean: Any  # likewise
 
 
 @struct.dataclass
