@@ -1,7 +1,6 @@
 """Total propagation in training: weights from the calls before.
 
-The weights are of what the nodes saw in earlier calls (`mixing/_moments.py`): the lanes stay whole, messages go back
-once, and a lane in thousands that explodes counts for what it is.
+Weights come from what the nodes saw in earlier calls (`mixing/_moments.py`): lanes stay whole, messages go back once.
 
 *Unbiased given the past.* Given state and parameters the weights are constants, and a mixture with constant weights
 that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not),
@@ -112,9 +111,6 @@ def adaptive(
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
 
-    Returns:
-      An `Adaptive`, the pair of `init` and `value_and_grad`.
-
     Raises:
       ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with
         other than two estimators or with a weight for each coordinate, and the state of another program.
@@ -124,18 +120,14 @@ def adaptive(
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(x + theta, 0.1))
       >>> def program(tape, theta):
-      ...     carry = (tape, jnp.zeros(tape.lanes))
-      ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=5)
+      ...     tape, x = step(tape, theta, jnp.zeros(tape.lanes))
       ...     return tape.cost((x - 1) ** 2)
       >>> objective = ap.adaptive(program, lanes=100)
-      >>> def train(carry, key):
-      ...     value, gradient, state = objective.value_and_grad(key, carry[1], carry[0])
-      ...     return (carry[0] - 0.02 * gradient, state), value
-      >>> keys, theta = jax.random.split(jax.random.key(0), 31), jnp.float32(0)
-      >>> start = theta, objective.init(keys[0], theta)
-      >>> (theta, state), values = jax.lax.scan(train, start, keys[1:])
-      >>> bool(abs(theta - 0.2) < 0.05), state.moments.shape
-      (True, (2, 2, 5, 1, 5))
+      >>> first, second = jax.random.split(jax.random.key(0))
+      >>> state = objective.init(first, 0.0)
+      >>> value, gradient, state = objective.value_and_grad(second, state, 0.0)
+      >>> state.moments.shape
+      (2, 2, 1, 1, 5)
     """
     cells = CELLS if by_state else 1
     window = whole("window, a number of calls,", window)
@@ -226,7 +218,6 @@ def _means(state, lengths, lanes):
 
 
 def require_state(own: Any, given: Any) -> None:
-    """Raises a `ValueError` where a state is not of the form that it has here."""
     form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
     if form(own) != form(given):
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (given, own)]

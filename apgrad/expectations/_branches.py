@@ -12,7 +12,6 @@ from apgrad._ground.primitives import refuse_batching
 
 
 def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The joined tape, and the outputs of functions `branch(tape) -> (tape, output)`."""
     ledger = tape._require_current("parallel")
     if not branches:
         raise ValueError("parallel needs at least one branch, got none")

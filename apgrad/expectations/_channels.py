@@ -135,7 +135,6 @@ class Visits(NamedTuple):
 
 
 def visits(plan: TapePlan) -> Visits:
-    """The ports of `ap.adaptive`, from how often each site is visited."""
     sites = plan.sites or ()
     weights = Port("weights", (sum(sites), plan.cells, 4), CONSTANT, jnp.float32)
     rows = Port("rows", (sum(sites), plan.cells, ROW))
@@ -191,5 +190,4 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
 
 
 def declare(tape: Tape, what: str, doing: Literal["interacting", "weighed", "weighing"]) -> None:
-    """Says what a node does that others must know of; see `Ledger`."""
     setattr(tape._require_current(what), doing, what)

@@ -60,9 +60,6 @@ def clip_lanes(
       counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
         messages were cut, and how many were not finite.
 
-    Returns:
-      `(tape, x)`.
-
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor that is not
         positive.
@@ -73,8 +70,7 @@ def clip_lanes(
       ...     x = theta * jnp.ones(tape.lanes)
       ...     tape, x = ap.clip_lanes(tape, x, 2.0, counts=counts)
       ...     return tape.cost(jnp.array([1.0, 1.0, 1.0, 1e30]) * x)
-      >>> gradient = jax.grad(ap.expectation(program, lanes=4), argnums=(1, 2))
-      >>> _, counts = gradient(jax.random.key(0), 1.0, jnp.zeros(2))
+      >>> _, counts = ap.grad(program, lanes=4, argnums=(1, 2))(jax.random.key(0), 1.0, jnp.zeros(2))
       >>> [int(n) for n in counts]
       [1, 0]
     """

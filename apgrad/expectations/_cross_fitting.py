@@ -8,8 +8,7 @@ output of the other fold is a mixture with fixed weights, and so unbiased.
 
 The whole objective is a node, whose forward pass keeps the program's pullback, and whose backward pass maps the
 pullback over an axis of two streams (`in_two_streams`). A mixer's node inside looks at the messages of both streams
-(`both_streams`) and answers in each, of which the answer in the stream at hand goes on (`at_hand`). The code between
-the nodes knows nothing of this.
+(`both_streams`) and answers in each, of which the answer in the stream at hand goes on (`at_hand`).
 """
 
 import functools
@@ -63,10 +62,7 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
 
 
 def both_streams(to_x: jax.Array, folds: int) -> Streams:
-    """The messages to a node's sample in both streams, from those of the stream at hand.
-
-    Only messages to samples differ between the streams: no weight has touched costs-to-go.
-    """
+    """A node's messages in both streams. Only those to samples differ: no weight has touched costs-to-go."""
     if folds == 1:
         return Streams(to_x, to_x)
     try:
@@ -79,7 +75,6 @@ def both_streams(to_x: jax.Array, folds: int) -> Streams:
 
 
 def at_hand(both: Streams, folds: int) -> Any:
-    """What goes on in the stream at hand."""
     if folds == 1:
         return both.output
     return jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), *both)

@@ -23,7 +23,6 @@ def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
 
 
 def require_parts(plan: TapePlan, ledger: Ledger) -> None:
-    """Raises a `ValueError` for parts, data and costs that do not fit each other."""
     lanes, data = plan.lanes, plan.data
     by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
     if len(ledger.parts) > 1:

@@ -202,7 +202,6 @@ def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
 
 
 def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
-    """The shape of the log-density of a sample."""
     shape = getattr(distribution, "batch_shape", None)
     if shape is None:
         with standard_promotion():
@@ -219,7 +218,6 @@ def _draw(distribution, method, key):
 
 
 def float_dtype(distribution: Any, default: Any) -> Any:
-    """The dtype of the distribution's floating-point parameters; the default where it has none."""
     floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
     with standard_promotion():
         return jnp.result_type(*(floats or [default]))

@@ -107,7 +107,6 @@ def expectation(
 
 
 def require_program(program: Any, lanes: Any) -> int:
-    """The number of lanes as an integer, or an error for what is no program or no number of lanes."""
     if not callable(program):
         raise TypeError(f"a program is a function of (tape, *args), got {type(program).__name__}")
     return whole("lanes", lanes)
@@ -191,7 +190,6 @@ def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...
 
 
 def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) -> None:
-    """Raises an error where an argument that is to be differentiated is missing or has no gradient."""
     for n in argument_numbers(argnums)[1]:
         if n > len(args):
             raise ValueError(

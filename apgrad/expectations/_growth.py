@@ -53,9 +53,6 @@ def perturbation_growth(
       num: how many singular values are found.
       rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2.
 
-    Returns:
-      A `Growth`.
-
     Raises:
       ValueError: for a `num` that is not from 1 to the state's size, no steps, or a step that changes the state's form.
 

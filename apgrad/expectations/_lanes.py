@@ -8,7 +8,6 @@ import numpy as np
 
 
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
-    """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
             instead = "Broadcast it"
@@ -81,7 +80,6 @@ def standard_score(x: jax.Array, folds: int) -> jax.Array:
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
-    """What an error says of a cost that is not one value a lane."""
     if len(shape) > 1 and shape[0] == shape[1] == lanes:
         return (
             f"a cost must have shape ({lanes},), one value a lane, got {shape}: two axes of the lanes. A function of "

@@ -52,18 +52,12 @@ def node_variances(
 ) -> NodeVariances:
     """The variances of both estimators, node by node.
 
-    One backward pass sends back reparameterization alone, one total propagation; a host callback at each node brings
-    the figures out as messages come back.
-
     Args:
       build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.
       lanes: how many lanes there are, as in `ap.expectation`.
       key: a PRNG key.
       *args: the program's arguments after the tape, of which the first is differentiated, the target.
       weights: how total propagation mixes.
-
-    Returns:
-      `NodeVariances`.
 
     Raises:
       ValueError: for a program without a node that has this estimator.
@@ -125,7 +119,6 @@ def _listen(rule: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:
-    """The cells as a table of text: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]).rstrip()

@@ -43,7 +43,6 @@ class Arithmetic(NamedTuple):
 
     @property
     def carries_costs(self) -> bool:
-        """Whether costs are sent on the port."""
         return self.multiplies or self.corrects is not None
 
 

@@ -61,9 +61,6 @@ def score(
       mask: Booleans of (lanes,), up to the batch shape: (lanes, tokens) for sentences of different lengths. Where it is
         False nothing was chosen.
 
-    Returns:
-      The next tape.
-
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
         distribution without a right score, and beside `tape.discount`, shaped costs or the standardized baseline.

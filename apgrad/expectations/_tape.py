@@ -13,9 +13,8 @@ constant to differentiation, must not depend on the lane's own choices. So the c
 through p is, for each lane, the cost after the choice less the baseline, over B. Likelihood ratio multiplies it by the
 score; total propagation reads it.
 
-Each p is a *port* with an arithmetic of its own (`_ports.py`), made only where a node asks for it (`_channels.py`), for
-the lane or for *parts*, (lanes, parts): components of a lane that are independent of each other, so that a part's
-choices pay for the costs of that part only.
+Each p is a *port* (`_ports.py`), made only where a node asks for it (`_channels.py`): one for the lane, or one for each
+of its *parts*, so that a part's choices pay for the costs of that part only.
 """
 
 import functools
@@ -63,7 +62,6 @@ class Tape:
             ledger.arrays = tuple(map(id, _arrays(self)))
 
     def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
-        """The next tape, with the arrays of this one where others are not given."""
         key = self._key if key is None else key
         if self._plan.dtype is None:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
@@ -90,9 +88,6 @@ class Tape:
     def next_key(self) -> tuple["Tape", jax.Array]:
         """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
 
-        Returns:
-          `(tape, key)`.
-
         Example:
           >>> import jax, apgrad as ap
           >>> def program(tape):
@@ -116,9 +111,6 @@ class Tape:
           shaping: only with a function: `apgrad.gaussian_shaping()`, or any function
             `(key, cost_function, *args) -> (pathwise, message)` of arrays (lanes,): the term whose value and
             pathwise derivative count, and what random choices before it are charged.
-
-        Returns:
-          The next tape.
 
         Raises:
           ValueError: at trace time, for shapes that are not one cost a lane.
@@ -164,9 +156,6 @@ class Tape:
         Args:
           factor: a number from 0 to 1, or one for each lane, (lanes,), a constant to differentiation. The range of a
             factor that JAX traces is not checked.
-
-        Returns:
-          The next tape.
 
         Raises:
           ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
@@ -286,7 +275,6 @@ class Tape:
 
 
 def require_tape(what: str, tape: Any) -> None:
-    """Raises a `TypeError` for what is no tape."""
     if not isinstance(tape, Tape):
         raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}; call it as f(tape, ...)")
 

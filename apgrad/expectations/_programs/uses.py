@@ -164,7 +164,6 @@ class _Walk:
     loop: ClassVar[Callable[..., list[Any]]]
 
     def of_views(self, eqn, values, kind):
-        """An equation without values of the lane."""
         made = caller(eqn)(*(value.array for value in values))
         return [Value(kind if is_inexact(x) else ValueKind.FIXED, x) for x in made]
 

@@ -45,15 +45,11 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> value = ap.learned_baseline(lambda theta, b: b)
-      >>> @ap.stochastic(ap.likelihood_ratio(baseline=value), in_axes=(None, None))
-      ... def flip(theta, b):
-      ...     return dist.Bernoulli(probs=theta)
+      >>> estimator = ap.likelihood_ratio(baseline=ap.learned_baseline(lambda theta, b: b))
+      >>> flip = ap.stochastic(estimator, in_axes=(None, None))(lambda theta, b: dist.Bernoulli(probs=theta))
       >>> def program(tape, theta, b):
-      ...     tape, x = flip(tape, theta, b)
-      ...     return tape.cost(7.0 + 0 * x)
-      >>> objective = ap.expectation(program, lanes=10)
-      >>> float(jax.grad(objective, argnums=2)(jax.random.key(0), 0.5, 5.0))    # b - G
+      ...     return flip(tape, theta, b)[0].cost(jnp.full(tape.lanes, 7.0))
+      >>> float(ap.grad(program, lanes=10, argnums=2)(jax.random.key(0), 0.5, 5.0))    # b - G
       -2.0
     """
     if not callable(function):

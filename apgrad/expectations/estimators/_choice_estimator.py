@@ -59,7 +59,6 @@ class ChoiceEstimator(NamedTuple):
 
 
 def per_lane(x: jax.Array, axes: int = 1) -> jax.Array:
-    """The sum over all axes but the leading ones: the lanes, or (outcomes, lanes)."""
     return x.reshape(*x.shape[:axes], -1).sum(-1)
 
 

@@ -30,7 +30,6 @@ class Choices(NamedTuple):
     categorical: bool  # which of the two
 
     def squash(self, logits: jax.Array) -> jax.Array:
-        """The probabilities that logits of such choices stand for."""
         return jax.nn.softmax(logits) if self.categorical else jax.nn.sigmoid(logits)
 
     def log_prob(self, x: jax.Array) -> jax.Array:

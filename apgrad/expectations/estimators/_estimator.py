@@ -49,13 +49,11 @@ class Estimator(NamedTuple):
       >>> def pathwise(distribution, key):
       ...     x = distribution.sample(key).astype(distribution.mean.dtype)
       ...     return x + ap.zero_with_gradient(distribution.mean)
-      >>> @ap.stochastic(ap.Estimator("straight_through", pathwise))
-      ... def flip(p):
-      ...     return dist.Bernoulli(probs=p)
+      >>> flip = ap.stochastic(ap.Estimator("straight_through", pathwise))(lambda p: dist.Bernoulli(probs=p))
       >>> def program(tape, p):
       ...     tape, x = flip(tape, p)
       ...     return tape.cost(3 * x)
-      >>> float(jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), 0.5)).__round__(4)
+      >>> float(ap.grad(program, lanes=10)(jax.random.key(0), 0.5)).__round__(4)
       3.0
     """
 

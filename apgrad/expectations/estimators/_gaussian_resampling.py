@@ -27,20 +27,14 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
       tape: the current tape.
       x: the states, a pytree of floating-point arrays with the lanes as leading axis.
 
-    Returns:
-      `(tape, x')`, with x' of the same form.
-
     Raises:
       ValueError: at trace time, for fewer than 2 lanes or together with a likelihood-ratio node.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.reparameterization())
-      ... def step(theta):
-      ...     return dist.Normal(theta * jnp.ones(2), 0.1)
+      >>> step = ap.stochastic(ap.reparameterization())(lambda theta: dist.Normal(theta * jnp.ones(2), 0.1))
       >>> def program(tape, theta):
-      ...     tape, x = step(tape, theta)
-      ...     tape, x = ap.gaussian_resampling(tape, x)
+      ...     tape, x = ap.gaussian_resampling(*step(tape, theta))
       ...     return tape.cost(jnp.sum(x**2, axis=-1))
       >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 2.0)).__round__(1)
       8.0

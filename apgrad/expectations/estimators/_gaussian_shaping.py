@@ -57,9 +57,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.likelihood_ratio())
-      ... def step(theta):
-      ...     return dist.Normal(theta * jnp.ones(2), 0.1)
+      >>> step = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Normal(theta * jnp.ones(2), 0.1))
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta)
       ...     return tape.cost(lambda x: jnp.sum(x**2), x, shaping=ap.gaussian_shaping())

@@ -33,14 +33,11 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.likelihood_ratio())
-      ... def count(log_rate):
-      ...     return dist.Poisson(jax.numpy.exp(log_rate))
+      >>> count = ap.stochastic(ap.likelihood_ratio())(lambda log_rate: dist.Poisson(jax.numpy.exp(log_rate)))
       >>> def program(tape, log_rate):
       ...     tape, x = count(tape, log_rate)
       ...     return tape.cost(x)
-      >>> objective = ap.expectation(program, lanes=100_000)
-      >>> second = jax.grad(jax.grad(objective, argnums=1), argnums=1)
+      >>> second = jax.grad(ap.grad(program, lanes=100_000), argnums=1)
       >>> float(second(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """

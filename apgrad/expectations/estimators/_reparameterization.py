@@ -25,9 +25,7 @@ def reparameterization() -> Estimator:
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.reparameterization())
-      ... def wait(shape):
-      ...     return dist.Gamma(shape, 1.0)
+      >>> wait = ap.stochastic(ap.reparameterization())(lambda shape: dist.Gamma(shape, 1.0))
       >>> def program(tape, shape):
       ...     tape, x = wait(tape, shape)
       ...     return tape.cost(x**2)

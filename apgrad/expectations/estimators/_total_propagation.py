@@ -34,9 +34,7 @@ def total_propagation(
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.total_propagation())
-      ... def step(theta, x):
-      ...     return dist.Normal(theta * x, 0.1)
+      >>> step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.1))
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
       ...     return tape.cost(x**2)

@@ -66,7 +66,6 @@ def mixed(way: WayBack, folds: int, to_x: Streams, gathered: Gathered) -> tuple[
 
 
 def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
-    """The way back with one weight for the message, and one for the contribution."""
     mixer, folds, visit, lanes = node.mixer, node.folds, memory.visit, len(to_x.own)
     own = pulled(memory, to_x.own, to_zeros)
     sent = [(message, True) for message in own]
@@ -114,7 +113,6 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
 
 
 def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
-    """The way back of a function of one lane with a weight for each coordinate."""
     lanes, pull = len(to_x.own), functools.partial(pulled, memory)
     by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, node.folds)
     floating = [i for i, x in enumerate(by_stream.own[0]) if x is not None]
@@ -273,5 +271,4 @@ def times(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def add(arrays: Iterable[jax.Array]) -> jax.Array:
-    """The sum of at least one array."""
     return functools.reduce(jnp.add, arrays)

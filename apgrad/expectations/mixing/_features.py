@@ -98,7 +98,6 @@ def to_arguments(
         return [*fixed, *(Value(ValueKind.LANE, x) for x in lane)]
 
     def sketched(operands, to_uses, numbers):
-        """A sketch of the gradients of the parameters with these numbers."""
         _require_real(traced.what, [shared[i] for i in chosen])
         signs = [random_signs(memory.seed, i, shared[i].shape) for i in chosen]
         signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
@@ -150,7 +149,6 @@ def to_arguments(
 
 
 def empty_target(what: str) -> str:
-    """The text of the error for a node whose target has no elements."""
     return (
         f"{what} weighs its estimators by their gradients of a target, and the target is empty: what is "
         "differentiated of the node's arguments has no elements"
@@ -163,7 +161,6 @@ def suffix_width(shared: Sequence[Any]) -> int:
 
 
 def _is_exact(arrays):
-    """Whether gradients of these arrays are features as they are."""
     return _size(arrays) <= EXACT
 
 

@@ -191,7 +191,6 @@ def _identity(baseline):
 
 
 def _mixer_node(mixer, forward, backward, **options):
-    """A node whose second derivative is refused."""
     reason = (
         f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
         "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."

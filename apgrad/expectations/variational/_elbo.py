@@ -107,7 +107,6 @@ class _ELBO(numpyro.infer.ELBO):
         self.estimators, self.default, self.sticking = estimators, default, sticking_the_landing
 
     def choose(self, name: str, distribution: Any, key: jax.Array) -> Estimator:
-        """The estimator of a site."""
         estimator = self.estimators.get(name, self.default)
         if estimator is not None:
             return estimator
@@ -118,7 +117,6 @@ class _ELBO(numpyro.infer.ELBO):
         return reparameterization()
 
     def loss(self, rng_key, param_map, model, guide, *args, **kwargs):
-        """The estimate of the negative ELBO; see `elbo`."""
         shared_key, lane_key = jax.random.split(rng_key)
 
         def run(key, given=None):
@@ -239,7 +237,6 @@ class _Draw(Messenger):
         self.elbo, self.given, self.sites, self.substituted = elbo, given, {}, set()
 
     def process_message(self, msg):
-        """Puts the site's sample in place of what NumPyro would draw."""
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         if msg["value"] is not None:  # by `handlers.substitute`: a number like others, whose density is a cost
@@ -269,7 +266,6 @@ class _OneMinibatch(Messenger):
         self.key = key
 
     def process_message(self, msg):
-        """Draws the members of a plate."""
         if msg["type"] == "plate" and msg["value"] is None:
             key = jax.random.fold_in(self.key, zlib.crc32(msg["name"].encode()))
             msg["value"] = msg["fn"](*msg["args"], rng_key=key)
