@@ -5,8 +5,7 @@
     state = mplp.init_state(rule, network, params, batch)
     updates, state, metrics = mplp.backward(rule, network, params, state, batch)  # pure: jit, scan, vmap, grad
 
-A network is a function that calls nodes; a rule says what each node does with the message that arrives there.
-`apgrad.meta` trains rules.
+A network is a function that calls nodes; a rule says what a node does with a message; `apgrad.meta` trains rules.
 """
 
 from apgrad.mplp._elementwise import (

@@ -27,8 +27,7 @@ Features = Callable[..., dict[str, jax.Array]]
 def activation(place: Place, function: Callable[..., jax.Array], *signals: Signal) -> Signal:
     """An elementwise function of one signal, or of several signals of the same shape (the product in a gate).
 
-    With several signals the rule is asked for each, at the places "name.0", "name.1", ..., and sees its value and the
-    output.
+    With several signals the rule is asked for each, at the places "name.0", "name.1", ..., and sees it and the output.
 
     Args:
       place: the node's place.
@@ -99,7 +98,6 @@ def _window(signal, window, strides):
 
 
 def per_axis(name: str, sizes: Any, signal: Signal) -> tuple[int, ...]:
-    """A size for each space axis of a signal (batch, *space, channels); a single number is for all axes."""
     axes, found = max(signal.value.ndim - 2, 0), np.asarray(sizes)
     if found.dtype.kind not in "iu" or found.shape not in ((), (axes,)) or np.any(found < 1):
         raise ValueError(

@@ -69,8 +69,7 @@ def fit(
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs that are not
         standardized where a pretrained rule was trained on such; if the network's predictions for the first minibatch
         are not the model's.
-      TypeError: for minibatches that are no pairs, models that `from_nnx` refuses, and models that are no MLPs where
-        the rule is a pretrained one for these.
+      TypeError: for minibatches that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
@@ -145,7 +144,6 @@ def fit(
 
 
 def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
-    """The first minibatches, as many as there are steps, of one form."""
     count, form = 0, None
     for count, given in enumerate(itertools.islice(data, steps), 1):
         batch = _pair(f"minibatch {count - 1}", given)

@@ -44,28 +44,23 @@ class _Layers:
     def register(self, *args: Any) -> Any:
         """Teaches a type of layer of your own: decorates a function that makes a `Layer` of a part of a model.
 
-        Args:
-          *args: as for `functools.singledispatch`'s `register`: the function, whose annotation says the type.
+        The annotation of the function says the type, as for `functools.singledispatch`.
 
         Example:
-          A layer of two nodes, the first at the layer's own place:
-
-          >>> import jax, jax.numpy as jnp, apgrad as ap
+          >>> import jax.numpy as jnp, apgrad as ap
           >>> from flax import nnx
-          >>> class Gate(nnx.Module):
+          >>> class Gain(nnx.Module):
           ...     def __init__(self):
-          ...         self.kernel = nnx.Param(jnp.eye(3))
+          ...         self.gain = nnx.Param(jnp.ones(3))
           ...     def __call__(self, x):
-          ...         return jax.nn.sigmoid(x @ self.kernel[...])
+          ...         return x * self.gain[...]
           >>> @ap.mplp.layer.register
-          ... def gate(part: Gate) -> ap.mplp.Layer:
-          ...     def apply(place, p, signal):
-          ...         h = ap.mplp.dense(place, signal, p["kernel"])
-          ...         return ap.mplp.activation(place.within("act"), jax.nn.sigmoid, h)
-          ...     return ap.mplp.Layer("gate", {"kernel": part.kernel[...]}, apply)
-          >>> network, params = ap.mplp.from_nnx(nnx.Sequential(Gate()), ap.mplp.squared_error, x=jnp.ones((4, 3)))
-          >>> [site.name for site in ap.mplp.sites(network, params, (jnp.ones((4, 3)), jnp.ones((4, 3))))]
-          ['0_gate', '0_gate.act', 'loss']
+          ... def gain(part: Gain) -> ap.mplp.Layer:
+          ...     apply = lambda place, p, signal: ap.mplp.scale(place, signal, p["gain"])
+          ...     return ap.mplp.Layer("gain", {"gain": part.gain[...]}, apply)
+          >>> network, params = ap.mplp.from_nnx(nnx.Sequential(Gain()), ap.mplp.squared_error, x=jnp.ones((4, 3)))
+          >>> [layer.name for layer in network.layers]
+          ['0_gain']
         """
         return self._makers.register(*args)
 
@@ -108,7 +103,6 @@ layer = _Layers()
 
 
 def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str]) -> None:
-    """Refuses a layer that has options which a node does not have."""
     plain = vars(nnx.eval_shape(default))
     differing = []
     for name, value in vars(part).items():

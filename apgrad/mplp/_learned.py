@@ -55,9 +55,8 @@ def learned_node(
 ) -> Any:
     """Runs a node: the function of the values goes forward, the rule's answers go backward.
 
-    `ask(local)` makes a question for each of the sites, `use(local, answers)` a message for each signal and an update
-    for each parameter. The output is a signal, or, where the first site `begins`, a plain array (a loss), or what
-    `give` makes of the value.
+    `ask(local)` makes a question for each site, `use(local, answers)` a message for each signal and an update for each
+    parameter. The output is a signal, a plain array where the first site `begins` (a loss), or what `give` makes of it.
     """
     places, site = sites[0][0].places, sites[0][1]
     message_size, batch, begins = places.message_size, site.batch, site.begins
@@ -127,7 +126,6 @@ def alike(*pairs: Any) -> list[Any]:
 
 
 def require_signals(where: str, signals: Sequence[Any], message_size: int | None = None) -> None:
-    """Refuses inputs that are no signals, or whose port is not of shape (*value.shape, message_size)."""
     for signal in signals:
         if not isinstance(signal, Signal):
             got = f"an array of shape {signal.shape}" if hasattr(signal, "shape") else type(signal).__name__

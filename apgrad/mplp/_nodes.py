@@ -32,10 +32,9 @@ def parameter(value: jax.Array) -> Parameter:
 def shared(place: Place, parameter: Parameter) -> Parameter:
     """A parameter that a network uses in many steps of a `jax.lax.scan`, whose body closes over the result.
 
-    Each use asks the rule for an update, and those add up, as gradients do. A rule that normalizes updates needs their
-    sum first, as many normalized ones make a step that is too long. So it is asked for what adds up at each use, and
-    here, once, for the update. For other rules the result is the parameter itself. Where a node has a bias, both are
-    shared or neither.
+    Each use asks the rule for an update, and the updates add up, as gradients do. A rule that normalizes updates is
+    asked for what adds up at each use, and here, once, for the update: many normalized ones would make a step that is
+    too long. For other rules the result is the parameter itself. A weight and its bias are both shared, or neither.
 
     Args:
       place: the place of the parameter, with a name of its own.
@@ -45,9 +44,8 @@ def shared(place: Place, parameter: Parameter) -> Parameter:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> def network(places, params, batch):  # x (batch, steps, 3)
       ...     x, w = jnp.swapaxes(batch[0], 0, 1), ap.mplp.shared(places["kernel"], params)
-      ...     join = lambda a, b: jnp.concatenate([a, b], axis=-1)
       ...     def step(h, x):
-      ...         both = ap.mplp.wire(join, places.signal(x), h)
+      ...         both = ap.mplp.wire(lambda a, b: jnp.concatenate([a, b], axis=-1), places.signal(x), h)
       ...         return ap.mplp.activation(places["tanh"], jnp.tanh, ap.mplp.dense(places["fc"], both, w)), None
       ...     h, _ = jax.lax.scan(step, places.signal(jnp.zeros((x.shape[1], 4))), x)
       ...     return ap.mplp.squared_error(places["loss"], h, batch[1])
@@ -225,8 +223,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: the node's place.
-      tokens: (batch, ...), integers. Negative ones count from the end. One that is out of range is a ValueError, or
-        under `jit` a row of NaN, as in Flax.
+      tokens: (batch, ...), integers; negative ones count from the end. One out of range is an error, under `jit` NaN.
       table: parameter (vocabulary, M).
     """
     if isinstance(tokens, Signal):

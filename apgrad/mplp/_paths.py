@@ -3,8 +3,8 @@
 Messages come back through ports alone, so a value and its port must go the same way from one node to the next. Where a
 value goes alone, or through a function that is not linear, what the network depends on gets no update, or a wrong one,
 though the loss counts it. So the network is traced forward once, and every variable gets a fact: a set of pairs
-(origin, function), which parameters and nodes it comes from, and through which functions. At each entrance of a node
-the fact of a value must be that of its port.
+(origin, function), which parameters and nodes it comes from, and through which functions. Where a node is entered, the
+fact of a value must be that of its port.
 """
 
 import dataclasses
@@ -39,7 +39,6 @@ def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple
 
 
 def leave(where: str, output: Any) -> Any:
-    """Marks what a node makes: a signal, or an array at which messages begin."""
     if isinstance(output, jax.Array):
         return mark(output, Gate.OUT, (where, "loss"))
     return type(output)(*(mark(x, Gate.OUT, (where, part)) for x, part in zip(output, output._fields, strict=True)))
@@ -68,7 +67,6 @@ class Walk:
     taken: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
 
     def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:
-        """The facts at the outputs of an equation; None if it is to be walked inside."""
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
             where, part = eqn.params["label"]

@@ -51,12 +51,7 @@ class OpenPlace(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A name in `Places`; the first argument of every node with a rule.
-
-    Attributes:
-      places: the places of the network.
-      name: the place's name.
-    """
+    """A name in `Places`; the first argument of every node with a rule."""
 
     places: "Places"
     name: str

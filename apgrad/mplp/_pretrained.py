@@ -59,8 +59,7 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Trained:
 
     Args:
       name: one of `pretrained_names()`.
-      x: (batch, ...), concrete inputs that the rule is to learn from; they are checked, if given, where the card says
-        that the rule wants standardized inputs.
+      x: (batch, ...), concrete inputs; if given, they are checked to be standardized where the rule wants that.
 
     Example:
       >>> import jax, apgrad as ap
@@ -105,8 +104,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
       path: path of the two files, without their suffixes.
 
     Raises:
-      ValueError: if the card does not describe this rule or says nothing, or if a number of the rule is not finite and
-        real.
+      ValueError: if the card does not describe this rule or says nothing, or if a number is not finite and real.
       TypeError: for a rule of another class.
 
     Example:

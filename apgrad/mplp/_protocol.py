@@ -19,17 +19,14 @@ class Site(NamedTuple):
 
     Attributes:
       name: the place's name.
-      kind: the node's kind, "dense", "bias", "activation", "softmax", "squared_error", ..., among whose places a rule
-        may share parameters.
+      kind: the node's kind: "dense", "bias", "activation", "squared_error", ... A rule may have parameters for each.
       family: the kind of question that the node asks.
       batch: the number of examples in a minibatch.
-      shape: for a dense node (rows, inputs, outputs), the rows being all positions of all examples; for others that of
-        the input.
+      shape: for a dense node (rows, inputs, outputs), with a row for each position of each example; else the input's.
       features: the names of the arrays in `Elementwise.features`, in order.
       bias: whether a dense node has a bias.
       begins: whether messages begin at this place (a loss), so that none arrives.
-      shared: whether the node's parameters come from `mplp.shared`: what the rule answers as their updates adds up over
-        the uses, and there it is asked for the update.
+      shared: whether the node's parameters come from `mplp.shared`, which adds up what the rule answers at their uses.
     """
 
     name: str

@@ -27,8 +27,7 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
       sites: the sites of a network of any width whose places have the names in the file; the networks of `from_nnx` do.
 
     Raises:
-      ValueError: if the file is of another version or another network. The message names what is missing, what is left
-        over or what has another shape.
+      ValueError: if the file is of another version or network, naming what is missing, left over or of another shape.
     """
     if isinstance(source, Mapping):
         arrays = {name: np.asarray(value) for name, value in source.items()}

@@ -22,15 +22,10 @@ FUNCTIONS: dict[str, Any] = {
 
 
 class Reach(NamedTuple):
-    """The multilayer perceptrons and minibatches that a rule was trained or measured with.
+    """The MLPs and minibatches that a rule was tried with; pairs are the smallest and the largest number.
 
-    Attributes:
-      activations: names of the activations.
-      minibatches: the smallest and the largest number of examples in a minibatch.
-      depths: the smallest and the largest number of hidden layers.
-      widths: the smallest and the largest number of units in a hidden layer.
-      updates: the largest number of updates, for rules that are told it, or None.
-      wires: whether there were functions of signals that are not linear and no activations, such as pooling.
+    `updates` is for rules that are told it. `wires` says whether there were functions of signals that are not linear
+    and no activations, such as pooling.
     """
 
     activations: tuple[str, ...]
@@ -87,7 +82,6 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_t
 
 
 def warn_of_updates(reach: Reach | None, steps: int) -> None:
-    """Warns, once for each rule, of more updates than it was tried with."""
     if reach is not None and reach.updates is not None and steps > reach.updates:
         _warn(
             reach,

@@ -55,7 +55,6 @@ class MadeForSites(nnx.Module):
         return list(sites)
 
     def require(self, site: Site, *, by_name: bool) -> None:
-        """Refuses a place that the rule was not made for; `by_name`: the rule has parameters for each name."""
         fits = lambda site: any(
             site.form == known.form and (site.name == known.name or not by_name) for known in self.sites
         )
@@ -76,7 +75,6 @@ class MadeForSites(nnx.Module):
         )
 
     def of(self, site: Site, key: str, *, by_name: bool = False) -> Any:
-        """The local rule of a place, by the key under which it shares networks."""
         self.require(site, by_name=by_name)
         if key not in self.places:
             raise ValueError(

@@ -52,7 +52,6 @@ class Mlp(nnx.Module):
         self.activation = activation
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
-        """The output, (..., features of the output)."""
         products = map(jnp.matmul, parts, split(self.kernels[0][...], parts))
         return self.tail(functools.reduce(jnp.add, products))
 
@@ -84,7 +83,6 @@ class Gru(nnx.Module):
         self.size = state
 
     def __call__(self, parts: Parts, c: jax.Array) -> jax.Array:
-        """The new state, (..., state)."""
         # On CPU, gradients of products of arrays with many axes copy these arrays, so everything here is a matrix. The
         # first kernels have far more columns than rows, so one product costs less than a sum of the parts' products.
         shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts], c.shape[:-1])

@@ -118,8 +118,7 @@ def from_nnx(
     Args:
       model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, `nnx.RNN` of an
         `nnx.SimpleCell` or `nnx.GRUCell`, functions (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials
-        of these. `layer.register` teaches it other layers. Subclasses, and options that the nodes do not have, are
-        refused.
+        of these, or a layer that `layer.register` was taught. Subclasses, and options that nodes lack, are refused.
       loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss".
       x: (batch, ...), inputs; if given, the network's predictions for them are compared with `model(x)`.
       names: "number": a layer's name is its number and its kind. "role", for an MLP: "dense_in", "activation_0",

@@ -74,8 +74,7 @@ def backward(
       scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
-      ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit, or if one place is
-        used with several parameters.
+      ValueError: at trace time, naming both sides, where the arguments do not fit, or a place has several parameters.
       TypeError: at trace time, if the network depends on a parameter in another way than through its messages (outside
         the loss nodes, or by a `.value` that enters again), from which nothing would be learned.
     """
@@ -148,9 +147,8 @@ def scan_steps(
       carry: pytree of arrays, the carry before the first step.
       inputs: pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
       length: the number of steps; needed where there are no inputs.
-      remat: what a gradient through the steps remembers. False: everything. A number S, at least 1: the carry of every
-        S-th step; segments of S steps, and within a segment each step, are computed again. True: S is about the square
-        root of the number of steps.
+      remat: what a gradient through the steps remembers. False: everything. A number S: the carry of every S-th step,
+        from which S steps, and each of these, are computed again. True: S is about the square root of their number.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -196,8 +194,7 @@ def unroll(
       params: pytree of floating-point arrays, the parameters at the start.
       state: the rule's state at the start, of `init_state`.
       batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
-      remat: see `scan_steps`. By default a meta-gradient remembers the parameters and states of all steps, and
-        computes each step again.
+      remat: see `scan_steps`. By default parameters and states of all steps are kept, and each step computed again.
     """
 
     def step(carry, batch):

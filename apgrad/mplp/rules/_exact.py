@@ -23,14 +23,12 @@ class Exact(nnx.Module):
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> def network(places, params, batch):
-      ...     x, y = batch
-      ...     p = ap.mplp.dense(places["layer"], places.signal(x), params["w"])
-      ...     return ap.mplp.squared_error(places["loss"], p, y)
+      ...     p = ap.mplp.dense(places["layer"], places.signal(batch[0]), params["w"])
+      ...     return ap.mplp.squared_error(places["loss"], p, batch[1])
       >>> batch, params = (jnp.ones((4, 1)), 2 * jnp.ones((4, 1))), {"w": jnp.zeros((1, 1))}
       >>> rule = ap.mplp.Exact(learning_rate=0.1)
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
-      >>> updates, state, metrics = backward(rule, network, params, state, batch)
+      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
       >>> float(updates["w"][0, 0]), float(metrics["loss"])
       (0.2..., 2.0)
     """
@@ -41,11 +39,9 @@ class Exact(nnx.Module):
         self.learning_rate = nnx.Param(jnp.asarray(learning_rate, float))
 
     def init(self, site: Site) -> tuple[()]:
-        """The empty state."""
         return ()
 
     def at(self, site: Site) -> jax.tree_util.Partial:
-        """The local rule, which is the same at every place."""
         return jax.tree_util.Partial(_descend, self.learning_rate[...])
 
 

@@ -25,9 +25,8 @@ step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for eac
 fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
 signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it.
 
-*Shared parameters.* Of a parameter that is used in many steps (`mplp.shared`, as in a recurrent layer) the uses' U add
-up, and the average, its direction and its length are those of the sum: many normalized steps would make one too long.
-So it is for a bias or a scale at many positions, and for the table of an embedding, which must be shared.
+*Shared parameters.* Of a parameter that is used in many steps or at many positions (`mplp.shared`, a bias, a scale, the
+table of an embedding) the uses' U add up, and the average, its direction and its length are those of the sum.
 
 *The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
 """
@@ -60,8 +59,7 @@ class Normalized(MadeForSites):
     """The normalized rule.
 
     Args:
-      sites: the sites of a network, from `mplp.sites`. Places share networks by role: whose names differ in digits
-        only ("dense_1" and "dense_2", not "dense_out").
+      sites: the sites of a network, from `mplp.sites`. Places share networks by role, as "role" of `Separable` says.
       message_size: the size k of a message; 0 for the gradient alone, with no network of one neuron at all.
       rank: the number of products in an update.
       hidden: the number of hidden units of each network, which are tanh.
@@ -77,7 +75,6 @@ class Normalized(MadeForSites):
       >>> params, batch = prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2)
       >>> rule = ap.mplp.Normalized(ap.mplp.sites(network, params, batch), rngs=nnx.Rngs(2)).for_steps(100)
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
       >>> state["dense_out"]["whitening"]["P"].shape
       (5, 5)
     """
@@ -152,7 +149,6 @@ class Normalized(MadeForSites):
         return state
 
     def at(self, site: Site) -> Any:
-        """The local rule of a place's role."""
         return jax.tree_util.Partial(_ask, self.of(site, role(site)), self.horizon[...])
 
 
@@ -268,8 +264,6 @@ class _NormalizedShared(nnx.Module):
 
 
 class _NormalizedElementwise(nnx.Module):
-    """The local rule of a node without parameters."""
-
     def __init__(self, features: int, message_size: int, hidden: int, rngs: nnx.Rngs):
         self.controller: Any = nnx.data(None)
         if message_size:

@@ -8,8 +8,7 @@ synapse's update, and a network g makes its message; the node's message is the m
 
 A bias sees [m, b, z], where z is the bias's input, and goes first: the weights see the bias's message. Activations see
 [m, z], the softmax sees [m, z, z - max z, exp(z - max z), the sum of these], and losses see their features alone. The
-*state* c is kept from one inner step to the next, for each synapse and each example's slot in the minibatch. Published
-are two kinds of networks:
+*state* c is kept between inner steps, for each synapse and each example's slot in the minibatch. Two kinds of networks:
 
     stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
@@ -18,8 +17,7 @@ are two kinds of networks:
 
 *Standardizers* (MPLP, appendix A; published code) shift and scale what a network sees to numbers of about size one, by
 one pair of numbers for each group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. As published this
-has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitted, so their scale comes out near 1000;
-`max_scale` bounds it.
+has a fault: biases are 0 at first, so that their scale comes out near 1000; `max_scale` bounds it.
 """
 
 from collections.abc import Sequence
@@ -42,8 +40,7 @@ class PerSynapse(MadeForSites):
     """The published rules.
 
     Args:
-      sites: the sites of a network, from `mplp.sites`. The rule fits every network whose places have these names, or
-        these kinds if everything is shared.
+      sites: the sites of a network, from `mplp.sites`. The rule fits networks whose places have these names (or kinds).
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
@@ -102,7 +99,6 @@ class PerSynapse(MadeForSites):
         return state
 
     def at(self, site: Site) -> "_PerSynapseAt":
-        """The local rule of a place."""
         parts = {}
         for part, _, _ in self._parts(site):
             own, pair = self._keys(site, part)
@@ -156,8 +152,6 @@ class _GruCell(nnx.Module):
 
 
 class _TwoGrus(nnx.Module):
-    """The networks f and g, each with a GRU and a state of its own."""
-
     def __init__(self, features, message_size, hidden, layers, updates, rngs):
         self.f = _GruCell(features, 1, hidden, layers, False, rngs) if updates else nnx.data(None)
         self.g = _GruCell(features, message_size, hidden, layers, False, rngs)
@@ -174,8 +168,6 @@ class _TwoGrus(nnx.Module):
 
 
 class _TwoMlps(nnx.Module):
-    """The networks f and g without a state, with a tanh at the end."""
-
     def __init__(self, features, message_size, hidden, layers, updates, rngs):
         make = lambda n: Mlp([features, *layers, n], jax.nn.relu, rngs=rngs)
         self.f = make(1) if updates else nnx.data(None)

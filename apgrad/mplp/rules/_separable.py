@@ -45,11 +45,9 @@ class Separable(MadeForSites):
       hidden: the number of hidden units of each network, which are tanh.
       neuron_state: the size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
-      share: which places share networks and step sizes, and so which networks the rule fits. False: none. True:
-        places of a kind. "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"),
-        for networks of any depth.
-      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), so that a learned
-        step size means the same in layers of every width.
+      share: which places share networks, and so which networks the rule fits. False: none. True: places of a kind.
+        "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"): for any depth.
+      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), to fit all widths.
       gradient: whether networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: the learning rate of each place at first, which is meta-trained.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
@@ -123,7 +121,6 @@ class Separable(MadeForSites):
         return state
 
     def at(self, site: Site) -> Any:
-        """The local rule of a place: the networks of the place, of its kind or of its role."""
         return self.of(site, self._key(site), by_name=not self.share)
 
     def _key(self, site: Site) -> str:
@@ -146,8 +143,6 @@ class _NeuronState(nnx.Module):
 
 
 class _Dense(nnx.Module):
-    """The local rule of a dense node."""
-
     def __init__(self, seen, message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs):
         make = lambda features, out, gain: Corrected(features + neuron_state, hidden, out, gain, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
@@ -208,8 +203,6 @@ class _Diagonal(nnx.Module):
 
 
 class _Elementwise(nnx.Module):
-    """The local rule of a node without parameters."""
-
     def __init__(self, seen, features, message_size, hidden, neuron_state, rngs):
         self.G = Corrected(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), rngs)
         self.neuron = _NeuronState(seen + features, neuron_state, rngs) if neuron_state else nnx.data(None)

@@ -40,11 +40,9 @@ class Thesis(MadeForSites):
       batch_norm: whether batch norm standardizes the networks' inputs.
       learn_rate: whether the step size lr is meta-trained: lr itself, so its sign may change.
       learning_rate: the step size at first; .001 in the thesis.
-      see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
-        section 5.1.
+      see_loss: whether the network of a loss sees the loss itself; not so in the thesis's section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
-      rngs: the source of keys for the networks, whose kernels and biases are uniform within 1 / sqrt(features), as in
-        the thesis's code.
+      rngs: the source of keys for the networks, which are uniform within 1 / sqrt(features), as in the thesis's code.
 
     Example:
       As for `Separable`, with the rule `ap.mplp.Thesis(sites, message_size=8, rngs=nnx.Rngs(2))`.
@@ -85,11 +83,9 @@ class Thesis(MadeForSites):
                 self.gains[site.kind] = nnx.Param(jnp.zeros((), float))
 
     def init(self, site: Site) -> tuple[()]:
-        """The empty state."""
         return ()
 
     def at(self, site: Site) -> "_ThesisAt":
-        """The local rule of a place: the networks of the place's kind."""
         self.require(site, by_name=False)
         rate = self.rate[...]
         return _ThesisAt(
