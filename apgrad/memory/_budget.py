@@ -28,7 +28,6 @@ LADDER: tuple[Sampler, ...] = (
 
 
 def relative_variance(sampler: Any) -> float:
-    """The expected variance of a sampler's estimate over the square of a normal coefficient."""
     if isinstance(sampler, Rounding):
         span = 0.85 * 2 * math.sqrt(2 * math.log(sampler.group))
         return (span / (2**sampler.bits - 1)) ** 2 / 6 if sampler.bits < 32 else 0.0
@@ -36,7 +35,6 @@ def relative_variance(sampler: Any) -> float:
 
 
 def remembered_bytes(made: MemoryPlan) -> int:
-    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
     return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 

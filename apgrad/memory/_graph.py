@@ -29,11 +29,9 @@ class PullbackGraph:
                 self.forward.append(eqn)
 
     def coefficients(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on no message."""
         return [v for v in variables(eqn.invars) if v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on a message."""
         return [v for v in variables(eqn.invars) if v in self.dependent]
 
     def frontier(self) -> list[Any]:
@@ -58,7 +56,6 @@ class PullbackGraph:
         return {v: (root[v], needed(elementwise, [v])) for v in root if v in outside}
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """The values of the frontier and of the chains' derivatives, in two lists."""
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         run_all(self.forward, values)

@@ -19,8 +19,6 @@ _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """Stochastic rounding to a narrower floating-point type; see `narrow`."""
-
     dtype: str
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
@@ -85,8 +83,6 @@ def narrow(dtype: Any = "bfloat16") -> Narrow:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Two functions of one's own as a sampler; see `packing`."""
-
     pack: Callable[..., Any]
     unpack: Callable[..., Any]
     biased: bool

@@ -217,7 +217,6 @@ def _together(keys: Any, *values: Any) -> tuple[Any, ...]:
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones."""
     return [x for x in values if jaxprs.is_inexact(x)]
 
 
@@ -233,7 +232,6 @@ def gradients_first(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
 
 
 def step_inputs(step: BackwardStep) -> list[Any]:
-    """The variables that a step takes; coefficients, which `uses` lists, are among them."""
     return [step.root] if step.root is not None else list(step.eqn.invars)
 
 
@@ -253,7 +251,6 @@ def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
 
 
 def _first(memory: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The array that a sampler's memory is or begins with, and what comes after it."""
     return (memory[0], memory[1:]) if isinstance(memory, tuple) else (memory, ())
 
 

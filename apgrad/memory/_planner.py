@@ -46,8 +46,7 @@ class Plan(NamedTuple):
     """What `plan` chose; `str` makes a table of what it compiled.
 
     Attributes:
-      function: `(key, *args)`: the same value, and a gradient in the budget. The key is for rounding; exact plans take
-        it and leave it.
+      function: `(key, *args)`: the same value, and a gradient in the budget. Only a plan that rounds uses the key.
       chosen: the row of `trials` that the function is of.
       trials: all that was compiled, in order; the first is the function as it is.
       budget_bytes: as given.
@@ -86,12 +85,8 @@ def plan(
       variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4.
       min_size: as in `randomize`.
 
-    Returns:
-      The plan. Its function is `(key, *args) -> scalar`.
-
     Raises:
-      ValueError: if the budget cannot be kept, with the smallest that was found and what was tried; if a method is
-        unknown, or a number is none.
+      ValueError: if the budget cannot be kept, with the smallest that was found; for an unknown method or a bad number.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -182,7 +177,6 @@ def plan(
 
 
 def table(trials: Sequence[Trial], chosen: Trial | None = None) -> str:
-    """The trials, a row each, and how they were compiled."""
     row = lambda t: (
         f"{t.method:9}  {t.peak_bytes / 1e6:9.3f}  {t.work:10.2f}  {t.variance:14.2g}"
         f"{'  chosen' if t is chosen else ''}"

@@ -44,16 +44,14 @@ def randomize(
     """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
 
     Args:
-      function: any JAX function: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom derivative
-        rules, any library's modules inside.
+      function: any JAX function, with transformations, custom derivative rules and any library's modules inside.
       sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
         convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
         chooses by name, size or shape; None keeps a coefficient exactly.
       through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
-        to other samples (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
+        to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
         (section 3.3). None keeps these coefficients exactly.
-      budget_bytes: given instead of a sampler, how much may be remembered in all. The samplers are then chosen for the
-        least added variance, see `apgrad.memory._budget`.
+      budget_bytes: given instead of a sampler, how much may be remembered in all, with the least added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
@@ -269,7 +267,6 @@ class StretchWalk:
         return lambda key, *inputs: call(key, *inputs, *program.consts)
 
     def plan(self, make: Callable[..., MemoryPlan], program: jaxprs.Program, *rest: Any) -> MemoryPlan:
-        """What `make` makes of the arguments, made once."""
         index = id(program.jaxpr), *map(tuple, rest[:2]), rest[2]
         if index not in self.plans:
             self.plans[index] = program, make(program, *rest)  # the program stays alive, and its id its own
@@ -357,7 +354,6 @@ def _evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> lis
 
 
 def _own_rules(program: jaxprs.Program, where: str) -> list[str]:
-    """The names of the `custom_vjp` functions of a program and of what it calls."""
     found = []
     for eqn in program.jaxpr.eqns:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))

@@ -118,7 +118,6 @@ class _Stretch:
         }
 
     def choices(self) -> list[Kept]:
-        """The candidates, of which the first remembers every coefficient."""
         forward = sum(map(work, self.plan.forward.jaxpr.eqns)) * self.count
         kept = self.count * sum(self.bytes(v, True) for v in self.coefficients - self.free)
         every = Kept(float(kept), 0.0, 0.0, {}, forward)

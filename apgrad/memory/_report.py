@@ -67,8 +67,7 @@ class Residual(NamedTuple):
         """What each remedy would save of the bytes, and what it costs, predicted without compiling.
 
         Bytes are of what is remembered: the compiled gradient's peak may fall by less, which `ap.memory.plan` measures.
-        A recomputed array is in memory for a moment, when its message is there. Of noise, the variance is given over
-        the array's square, for normal entries.
+        Of noise, the variance is given over the array's square, for normal entries.
         """
         found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
         if self.linear and self.shape and jnp.issubdtype(self.dtype, jnp.floating):
@@ -96,7 +95,7 @@ class MemoryReport(NamedTuple):
 
     Attributes:
       rows: a row for each variant, by name; the first is plain reverse mode.
-      note: how the gradients were compiled, and which variants need more memory than plain reverse mode.
+      note: how the gradients were compiled, and which variants need 1 % more memory or more than plain reverse mode.
     """
 
     rows: dict[str, MemoryBytes]
@@ -152,13 +151,10 @@ class MemoryReport(NamedTuple):
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws the rows as horizontal bars.
+        """Draws the rows as horizontal bars, and returns the axes.
 
         Args:
           ax: matplotlib axes; a new figure's if not given.
-
-        Returns:
-          The axes; `ax.figure` is the figure.
         """
         if ax is None:
             ax = new_figure((7.0, 1.2 + 0.4 * len(self.rows))).subplots()
@@ -174,7 +170,6 @@ class MemoryReport(NamedTuple):
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in a unit in which they are not zero."""
     return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1e4 else f"{nbytes} bytes"
 
 
@@ -363,9 +358,6 @@ def memory_report(
       variants: other rows: names to functions of the same arguments, as `{"checkpoint": jax.checkpoint(function)}`.
       key: if given, the rows `randomize` with rounding to 4 and 2 bits are added, with this key.
 
-    Returns:
-      The report. A variant that needs at least 1 % more memory than plain reverse mode is named in its note.
-
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> def loss(w, x):
@@ -412,7 +404,6 @@ def memory_report(
 
 
 def compiled_note() -> str:
-    """What is particular in how `temp_bytes` compiles."""
     cpu = jax.default_backend() == "cpu"
     return "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
 

@@ -23,8 +23,6 @@ GROUP = 128
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Stochastic rounding to codes of some bits, with one grid for each group of entries; see `rounding`."""
-
     bits: int
     group: int
 
@@ -131,7 +129,6 @@ def from_rows(rows: jax.Array, like: Any) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype that rounding computes in: float64 for float64, else float32."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

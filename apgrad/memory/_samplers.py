@@ -8,8 +8,8 @@ key: indices are drawn again, and need not be stored.
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
 channels at a position of an image do. With k of d entries kept, the variance of an element x_i:
 
-* different sample, k indices for each example, or same sample, one set for all, entries times d/k: (d-1)/k x_i^2 with
-  replacement, (d-k)/k x_i^2 without;
+* different sample, k indices for each example, or same sample, one set for all, entries times d/k: (d-1)/k x_i^2, or
+  (d-k)/k x_i^2 without replacement;
 * stratified, one entry of each of k runs of s neighbours, times s: (s-1) x_i^2;
 * projection (Appendix A), x R R^T, R of independent signs over sqrt(k), (d, k): (sum_{j != i} x_j^2)/k;
 * rounding (Chen et al., "ActNN", ICML 2021) to a grid, up with the probability p: scale^2 p (1-p) <= scale^2 / 4;
@@ -72,7 +72,6 @@ class Sampler(Protocol):
 
 
 def require_sampler(what: str, sampler: Any) -> Any:
-    """The sampler as it is, if it is one or None."""
     if isinstance(sampler, type) or sampler in FACTORIES:
         raise TypeError(f"{what} is {sampler.__name__} itself: call it, as in ap.memory.rounding(bits=4)")
     if sampler is not None and not isinstance(sampler, Sampler):
@@ -87,7 +86,6 @@ def require_sampler(what: str, sampler: Any) -> Any:
 
 
 def restored(sampler: Sampler, key: jax.Array, memory: Any, like: Any, axis: int = -1) -> jax.Array:
-    """The sampler's estimate; an error that names the sampler if it is no array like the one that it stands for."""
     found = sampler.restore(key, memory, like, axis)
     if (jnp.shape(found), jnp.result_type(found)) != (like.shape, like.dtype):
         raise ValueError(
@@ -98,7 +96,6 @@ def restored(sampler: Sampler, key: jax.Array, memory: Any, like: Any, axis: int
 
 
 def array_bytes(like: Any) -> int:
-    """The bytes of an array; a PRNG key has the bytes of its data."""
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         aval = jax.eval_shape(jax.random.key_data, aval)
@@ -190,8 +187,6 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """x R R^T with independent signs; see `projection`."""
-
     fraction: float
     shared = True
 
@@ -231,8 +226,6 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class Heavy:
-    """The largest entries exactly and a sample of the others; see `heavy`."""
-
     fraction: float
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
@@ -288,8 +281,7 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
 
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept.
-      replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
-        and a fraction of 1 is exact.
+      replacement: whether entries are drawn with replacement, as in the paper; without, noise is less, and none at 1.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 
@@ -309,8 +301,7 @@ def same_sample(fraction: float, *, replacement: bool = True) -> Sampling:
 def stratified(fraction: float) -> Sampling:
     """Keeps one entry of each run of neighbours; a fraction of 1 is exact.
 
-    Where the runs are of one size, neither gathers nor scatters are needed to restore: the fastest of the samples
-    that differ between examples.
+    It needs neither gathers nor scatters to restore runs of one size: the fastest sample that differs between examples.
 
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1].
@@ -342,7 +333,6 @@ FACTORIES = (rounding, narrow, packing, different_sample, same_sample, stratifie
 
 
 def _kept(fraction: float, size: int) -> int:
-    """How many of `size` entries are kept: the fraction, rounded up, at least one."""
     return max(1, math.ceil(fraction * size - 1e-9))
 
 

@@ -33,7 +33,6 @@ def is_view(eqn: Any) -> bool:
 
 
 def is_mask(var: Any) -> bool:
-    """Whether an array is Boolean, and large enough for its bits to be packed."""
     return var.aval.dtype == jnp.bool_ and var.aval.size >= 1024
 
 
@@ -53,9 +52,8 @@ class Coefficient(NamedTuple):
       dtype: the array's dtype.
       count: how often an array is remembered here: the product of the lengths of the scans around it.
       nbytes: the bytes of one array.
-      last: whether the messages that the coefficient makes go to arguments only, and meet no other sampled
-        coefficient. The input in a weight's gradient is last: much noise there does no harm to other gradients. An
-        activation's derivative is not.
+      last: whether the coefficient's messages go to arguments only, and meet no other sampled coefficient, as those of
+        the input in a weight's gradient do: much noise there does no harm to other gradients.
       order: for an image that a convolution takes, its axes as (example, positions ..., channels); else None. Samplers
         draw positions of an image, each with all its channels (Fig. 4 of the RAD paper).
     """
@@ -168,7 +166,6 @@ class SlotMaker:
         return self.samplers[index] if self.samplers[index][0] is not None else None
 
     def _given_name(self, var: Any) -> str:
-        """What `jax.ad_checkpoint.checkpoint_name` calls an array, if it does."""
         eqn = self.maker.get(var)
         return str(jaxprs.Parameters(eqn)["name"]) if eqn is not None and eqn.primitive.name == "name" else ""
 
@@ -217,7 +214,6 @@ class SlotMaker:
         return self.exact[var]
 
     def _how(self, var: Any) -> SlotForm:
-        """How a variable is remembered if it is not sampled, see `Slot`."""
         if var in self.live:
             return "live"
         if is_mask(var):
@@ -236,7 +232,6 @@ class SlotMaker:
 
 
 def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
-    """The bytes of an array that is remembered in one of the forms of `Slot`."""
     if how == "live":
         return 0
     if how == "bits":
