@@ -40,7 +40,6 @@ class Inputs(NamedTuple):
     where: Callable[[ProgramSite], bool]
 
     def __call__(self, site: ProgramSite) -> bool:
-        """A function is asked of layers alone."""
         return (isinstance(self.where, Named) or is_layer(site)) and self.where(site)
 
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
@@ -82,7 +81,6 @@ def chosen(
     default: Where = None,
     fits: Callable[[ProgramSite, str], bool] = lambda site, name: site.label == name,
 ) -> Callable[[ProgramSite], bool]:
-    """The `where` of a rule, from what the user gave (or None) and the rule's default."""
     taken = default if where is None else where
     names = (taken,) if isinstance(taken, str) else taken
     if isinstance(names, tuple) and names and all(isinstance(name, str) for name in names):
@@ -106,12 +104,10 @@ def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
-    """The message to the input of a layer with the weight w."""
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
 
 
 def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
-    """The gradient of the weight of a layer with the input x."""
     return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
 
 
@@ -134,7 +130,6 @@ def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array]) -
 
 
 def random_feedback(rule: str, key: Any, scale: Any) -> Callable[[ProgramSite], jax.Array]:
-    """The `init` of a rule with a normal draw in the form of each layer's weight."""
     key = require_key(f"the key of {rule}", key)
     if scale is not None:
         number("scale", scale, positive=True)

@@ -60,8 +60,7 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
     """The function, with the backward pass of the sites that a rule takes replaced by the rule's.
 
     Args:
-      function: any JAX function of arrays, with transformations and any library's modules inside. What is not to be
-        rewired keeps its derivative.
+      function: any JAX function of arrays, with transformations and any library's modules inside.
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
       argnums: the numbers of the arguments that hold parameters, as in `jax.grad`; all others are data. A product of
         something with an array made of parameters alone is a layer ("dense" or "conv") to the rule. What is made of
@@ -69,9 +68,8 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
 
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,
-      `rewired(params, *args)`, and their cotangents are the updates that the rule proposes; a rule that draws takes a
-      PRNG key before all. `rewired.init(*args)` makes the parameters, and `rewired.sites(*args)` lists what there is to
-      take. Reverse mode, once.
+      `rewired(params, *args)`, and their cotangents are the updates that it proposes; a rule that draws takes a PRNG
+      key before all. `rewired.init(*args)` makes the parameters, `rewired.sites(*args)` lists the sites.
 
     Raises:
       ValueError: at trace time, if the rule takes no site, none by a name that it was given, or one that cannot be
@@ -85,14 +83,13 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
 
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> def network(weights, x):
-      ...     return jnp.tanh(x @ weights[0]) @ weights[1]
+      ...     return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
       >>> rewired = ap.rewire(network, ap.rewiring.feedback_alignment(jax.random.key(0)))
       >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3))
       >>> feedback = rewired.init(*args)
       >>> sorted(feedback)
       ['dot_general[0]', 'dot_general[1]']
-      >>> gradient = jax.grad(lambda weights, x: jnp.sum(rewired(feedback, weights, x)))(*args)
-      >>> [g.shape for g in gradient]
+      >>> [g.shape for g in jax.grad(rewired, argnums=1)(feedback, *args)]
       [(3, 4), (4, 2)]
     """
     require_rule("rewire", rule)
@@ -251,7 +248,6 @@ def _wrong_call(function, args) -> str:
 
 
 def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[ProgramSite]) -> None:
-    """Refuses a rule that takes no site, or that was given a name which no site has."""
     unknown = [name for m in _members(rule) for name in getattr(m.where, "unknown", lambda sites: [])(offered)]
     if unknown:
         names = {part for site in offered for part in site.name.rpartition("[")[0].split("/")}
@@ -282,7 +278,6 @@ def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any
     fold = lambda key, number: None if key is None else jax.random.fold_in(key, number)
 
     def walk(plan, inputs, key):
-        """The outputs of a plan, and the sum of the ports of its nodes."""
         port, number = empty, 0
 
         def apply(step: PlanStep, values):

@@ -17,8 +17,7 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through the signs of their weights.
 
     Args:
-      scale: what the signs are multiplied by: 1 is the published rule; the root mean square of the layer's weights if
-        not given.
+      scale: what the signs are multiplied by: 1 as published; the root mean square of the layer's weights if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:

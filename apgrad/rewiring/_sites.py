@@ -2,8 +2,8 @@
 
 A `Planner` offers the parts of a program to a rule, the large ones first: the function as a whole, named scopes, calls,
 single equations. A part that the rule takes becomes one step of the plan, a site. Any other is opened, and what is
-inside is offered. In what cannot be opened (a `while_loop`, a function with a derivative rule of its own) a site that
-the rule would take is an error.
+inside is offered. In what cannot be opened (a `while_loop`, a function with its own derivative rule) a site that the
+rule would take is an error.
 
 Which operand of a product is the weight follows from a fact about each variable. A weight is made of the function's
 parameters alone; its product with anything else is an activation, as is what is made of parameters and data.
@@ -99,7 +99,6 @@ class Planner:
         self.loops = 0
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
-        """The plan of a program, which is offered as a whole first."""
         jaxpr = program.jaxpr
         function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
         step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
@@ -200,7 +199,6 @@ class Planner:
         self.hidden = outer
 
     def _offer(self, kind: SiteKind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
-        """The step as a site, if the rule takes it."""
         floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if not floats(step.invars) or not floats(step.outvars):
             return None
@@ -258,7 +256,6 @@ def _run(eqn, values):
 
 
 def constant(value: Any) -> int:
-    """The fact about a literal or a constant."""
     return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
@@ -269,7 +266,6 @@ def merged(*facts: int) -> int:
 
 
 def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
-    """What an equation makes of the facts about its inputs; None for one with programs inside."""
     if jaxprs.nested(eqn) is not None:
         return None
     made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else merged(*facts)

@@ -2,8 +2,7 @@
 
 A tap is a JAX primitive, the identity. Its tangent goes through a second primitive, linear, which remembers the value,
 and whose transpose puts a third one on the cotangent, the *marker*. So the program of a gradient holds one marker for
-each message, wherever JAX has moved it. `with_taps` finds the markers, and makes what they see an output. Without
-`with_taps` all three do nothing.
+each message, wherever JAX has moved it. `with_taps` finds the markers, and makes what they see an output.
 """
 
 import contextvars
@@ -85,9 +84,8 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
       two `with_taps`, one within the other, the inner one takes the taps whose messages pass in its own function.
 
     Raises:
-      ValueError: at trace time, if there is no tap; if no message passes a tap, or two do; if a message passes inside a
-        `while_loop`, or inside a function with a derivative rule of its own that is not itself differentiated; if the
-        function changes its arguments in place.
+      ValueError: at trace time, if there is no tap; if no message passes a tap, or two do, or one inside a `while_loop`
+        or a function with its own derivative rule that is not differentiated; if an argument is changed in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
