@@ -143,7 +143,6 @@ def _form(x):
 
 
 def fingerprint(tree: Any) -> str:
-    """A text that says which arrays these are."""
     return f"{zlib.crc32(json.dumps(_described(_arrays(tree))).encode()):08x}"
 
 

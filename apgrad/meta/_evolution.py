@@ -165,7 +165,6 @@ def _of_pair(loss, theta, key, sigma):
 
 
 def _antithetic(plus, minus, e, sigma):
-    """The mean of the losses of theta + e and theta - e, and the estimate of the gradient."""
     return (plus + minus) / 2, jax.tree.map(lambda e: ((plus - minus) / (2 * sigma**2)).astype(e.dtype) * e, e)
 
 

@@ -42,7 +42,6 @@ def tensorboard(folder: str | Path) -> Log:
 
 
 def show_progress(step: int, steps: int) -> Log:
-    """A `log` that shows a tqdm bar from the step at which a run goes on to its last one."""
     bar = progress_bar("meta-training", steps, step)
 
     def log(step, metrics):

@@ -187,8 +187,7 @@ def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stag
 def forward_mode(problem: Problem) -> OuterGradient:
     """Forward mode through the whole unroll (real-time recurrent learning; Williams & Zipser, 1989).
 
-    The gradient of `reverse_mode` in a memory that does not grow with T, at a cost that grows with the number of
-    meta-parameters.
+    It is the gradient of `reverse_mode`. Its memory does not grow with T, its cost grows with the size of theta.
 
     Args:
       problem: the recurrence. Its functions must have a forward mode, or a TypeError is raised: a `jax.custom_vjp`

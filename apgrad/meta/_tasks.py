@@ -43,7 +43,7 @@ def mlp(
     *,
     deviation: float | None = 0.05,
 ) -> tuple[mplp.Sequential, Callable[[jax.Array], Any]]:
-    """A multilayer perceptron whose places are named by their role (see `mplp.from_nnx`), and its prior.
+    """A multilayer perceptron whose places are named by role (see `mplp.from_nnx`), and its prior, `key -> params`.
 
     Args:
       sizes: number of inputs, width of each hidden layer, number of outputs.
@@ -51,9 +51,6 @@ def mlp(
       loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
       deviation: of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights and biases that are
         uniform on ±1/sqrt(inputs) (as in the thesis).
-
-    Returns:
-      The network, and `key -> params`.
 
     Example:
       >>> import jax, apgrad as ap
@@ -186,8 +183,7 @@ def images(
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       batch: number of images in a minibatch.
       held_out: number of images to judge by.
-      split: "train": held-out images are drawn from the training images too, as in meta-training; "test": from the
-        test images.
+      split: where held-out images are drawn from: "train", as in meta-training, or "test".
       deviation: standard deviation of the prior, or None; see `mlp`.
     """
     if split not in ("train", "test"):

@@ -84,8 +84,7 @@ def certify(
 
     Args:
       estimate: `(key, *args) -> gradient` with respect to the first of `args`, a pytree of its structure.
-      truth: the exact expectation, `(*args) -> scalar`, which is differentiated in float64; or, for order one, the
-        exact gradient.
+      truth: the exact expectation, `(*args) -> scalar`, differentiated in float64; or, for order one, its gradient.
       *args: where the gradient is taken; the first of them is a pytree of floating-point arrays.
       key: a PRNG key, not of "rbg"; `jax.random.key(0, impl="threefry2x32")` by default.
       num_samples: how many estimates are made, at least 2.
@@ -93,8 +92,7 @@ def certify(
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
       batch_size: how many estimates are computed at once.
-      rtol: how far estimates may differ between compilations, relative to the largest element of those compared, or of
-        the mean size of all.
+      rtol: how far estimates may differ between compilations, relative to the largest element, or the mean size of all.
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
 
     Returns:

@@ -12,8 +12,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
     Args:
-      function: `(*args) -> scalar`, deterministic (bind its PRNG key). It is differentiated with respect
-        to the first argument.
+      function: `(*args) -> scalar`, deterministic (bind its key), differentiated with respect to the first argument.
       *args: its arguments.
       rtol: relative tolerance, for float differences between compilations.
       atol: absolute tolerance.
