@@ -41,7 +41,6 @@ def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[b
 
 
 def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
     semiring, outputs = context.semiring, jaxprs.caller(eqn)(*inputs)
     like, wanted = _structs(outputs), active[1:]
 
@@ -60,7 +59,6 @@ def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
 
 
 def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`lax.scan`: what the body remembers is stacked, and a scan in the other direction pulls messages through it."""
     semiring, (program,), (fixed, carried, _) = context.semiring, inside.jaxprs, inside.counts
     outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
     flags = active_carry(program, active, fixed, carried)
@@ -130,7 +128,6 @@ def depends(eqn: Any, flags: list[bool]) -> list[bool] | None:
 
 
 def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`lax.while_loop`: each step's state is computed again from the last remembered state before it."""
     semiring, (test, body), (first, fixed, carried) = context.semiring, inside.jaxprs, inside.counts
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
     flags = active_carry(body, active[first:], fixed, carried)
@@ -176,7 +173,6 @@ def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tu
 
 
 def _custom(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """A function with its own derivative rule: the rule's linear program is walked in its place."""
     program, tangents, chosen, real, outputs = linearized(eqn, inputs, active)
     walked = walk(context._replace(enter=None), program, tangents, (True,) * len(tangents))
     count = len(active)

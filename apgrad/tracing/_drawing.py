@@ -36,9 +36,8 @@ def folded(path: Sequence[Any], depth: int) -> list[Stop]:
 def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "viterbi") -> Any:
     """A path as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
-    The line shows through which named scopes the path goes, a row for each visit, and its weight after each: the
-    product of the |derivatives| so far. A path that comes back more often than there is room for has one row for each
-    scope.
+    The line shows through which named scopes the path goes, a row for each visit (or, for want of room, for each
+    scope), and its weight after each: the product of the |derivatives| so far.
 
     Args:
       trace: made by `ap.trace_gradients`.
@@ -84,8 +83,7 @@ def _short(name: str, length: int) -> str:
 def heat_map(influence: Influence) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
-    Of many components those of `Influence.top` are drawn. Of many parameters those whose names begin alike are drawn as
-    one.
+    Of many components those of `Influence.top` are drawn; parameters whose names begin alike are drawn as one.
 
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.

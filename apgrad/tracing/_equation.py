@@ -38,7 +38,6 @@ def edge(semiring: Semiring, weight: Any, message: Value, dtype: Any) -> Value:
 
 
 def cast(message: Value, dtype: Any) -> Value:
-    """The message with its floating-point components in another dtype."""
     return tuple(x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in message)
 
 
@@ -51,7 +50,6 @@ def derivatives(equation: Equation) -> list[Any]:
 
 
 def require_countable(equation: Equation, size: int) -> int:
-    """The size of an array whose elements are numbered by int32."""
     if size >= 2**31:
         raise ValueError(f"{equation.name} on an array of {size:,} elements: tracing numbers them in 32 bits")
     return size

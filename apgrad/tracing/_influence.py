@@ -99,7 +99,6 @@ class Influence:
 
 
 def mean(shares: Any) -> np.ndarray:
-    """The mean over all axes but the last two, without NaN; NaN where there is nothing else."""
     values = np.asarray(shares, float)
     values = values.reshape(-1, *values.shape[-2:])
     count = np.sum(~np.isnan(values), axis=0)

@@ -17,8 +17,8 @@ Model = TypeVar("Model", bound="nnx.Module")
 def name_modules(model: Model) -> Model:
     """A copy of a Flax NNX model that computes the same, each module in a `jax.named_scope` of its attribute's name.
 
-    A module in a list or dictionary has its place in the name: `blocks_0`. The model itself has no scope; a module that
-    is used in several places has the name of the first.
+    A module in a list or dictionary has its place in the name: `blocks_0`. The model itself has no scope; a module used
+    in several places has the name of the first.
 
     Args:
       model: an NNX module. Its modules stay instances of their classes; calls other than `module(...)` have no scope.

@@ -47,7 +47,6 @@ def _to_one_place(equation: Equation) -> Pull:
 
 
 def _broadcast(equation: Equation) -> Pull:
-    """broadcast_in_dim: an element gets the plus of the messages at its copies."""
     semiring, kept = equation.semiring, equation.params["broadcast_dimensions"]
     shape, wide = jnp.shape(equation.inputs[0]), equation.params["shape"]
     grown = {d for n, d in zip(shape, kept, strict=True) if n == 1 and wide[d] != 1}
@@ -56,7 +55,6 @@ def _broadcast(equation: Equation) -> Pull:
 
 
 def _identity(equation: Equation) -> Pull:
-    """Primitives whose outputs are their inputs: each message goes through."""
     active = equation.active
     return Partial(lambda messages: [m if a else None for m, a in zip(messages, active, strict=True)])
 

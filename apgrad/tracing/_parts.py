@@ -1,10 +1,9 @@
 """Rules of primitives that are made of others: convolutions, windows, cumulative operations, sorting.
 
 The parts are walked for the way back only. The edges of the primitive are those of the parts, because one path at most
-leads through the parts from an input element to an output element. A window's taps are slices of the padded input, y =
-sum over taps k of w_k . x[k :: stride]: so a convolution is a few products of matrices, and the maximum over a window
-is a choice among slices. A cumulative operation is an associative scan, as JAX differentiates it. What sorting returns
-was gathered in the order of the keys.
+leads through the parts from an input element to an output element. A window's taps are slices of the padded input:
+y = sum over taps k of w_k . x[k :: stride]. So a convolution is a sum over taps of matrix products, the maximum over a
+window a choice among slices. Cumulative operations are associative scans; sorting gathers in the order of the keys.
 """
 
 import functools
@@ -27,7 +26,6 @@ MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
 
 
 def _convolution(equation: Equation) -> Pull:
-    """conv_general_dilated: a sum over taps of products of matrices."""
     params = equation.params
     size = [jnp.shape(equation.inputs[1])[d] for d in params["dimension_numbers"].rhs_spec[2:]]
     if equation.semiring.kind == "add":
@@ -38,7 +36,6 @@ def _convolution(equation: Equation) -> Pull:
 
 
 def _window(equation: Equation) -> Pull:
-    """reduce_window_sum, reduce_window_max and reduce_window_min: a sum of slices, or a choice among slices."""
     if math.prod(equation.params["window_dimensions"]) > MOST_POSITIONS:
         return dense(equation)
     options = {"name": equation.name, "params": equation.params, "shape": jnp.shape(equation.outputs[0])}
@@ -62,7 +59,6 @@ def _cumulative(equation: Equation) -> Pull:
 
 
 def _sort(equation: Equation) -> Pull:
-    """sort: every operand is put in the order of the keys."""
     axis, keys = equation.params["dimension"], equation.params["num_keys"]
 
     def parts(*operands):
@@ -74,7 +70,6 @@ def _sort(equation: Equation) -> Pull:
 
 
 def _top_k(equation: Equation) -> Pull:
-    """top_k: the indices say where in the operand the values come from."""
 
     def parts(x):
         _, index = equation.call(x)
@@ -129,7 +124,6 @@ def _bilinear(equation: Equation) -> Pull:
 
 
 def _convolve(x, kernel, *, params, shape):
-    """The convolution as a sum over taps of products of matrices (Equation.params of conv_general_dilated)."""
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     precision = params["precision"][::-1] if isinstance(params["precision"], tuple) else params["precision"]
     x, kernel = jnp.transpose(x, spec.lhs_spec), jnp.transpose(kernel, spec.rhs_spec)

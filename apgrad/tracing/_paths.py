@@ -93,7 +93,6 @@ class Compiled:
         self._kept: dict[Any, Any] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """The executable of a function of pytrees of arrays, for arguments of these shapes, dtypes and devices."""
         leaves, tree = jax.tree.flatten(args)
         traced = jax.jit(lambda *leaves: function(*tree.unflatten(leaves)), keep_unused=True).trace(*leaves)
         lowered, (jaxpr, consts) = traced.lower(), jaxprs.opened(traced.jaxpr)
@@ -171,7 +170,6 @@ class Reader:
             steps, variable, start = steps + more, eqn.outvars[output], row + 1
 
     def _weights(self, messages):
-        """Of each message, the components that say how heavy its paths are."""
         return [None if m is None else m[self.weights] for m in messages]
 
     def _run(self, name, function, program, *args):
@@ -206,7 +204,6 @@ class Reader:
         return [[values[i] for i in row] for row in places], active, arrived, sent
 
     def _through(self, scope, eqn, inputs, active, arrived, at) -> Way:
-        """The path through one equation, from an element of one of its inputs."""
         inside, scope = jaxprs.nested(eqn), jaxprs.join(scope, jaxprs.scope(eqn))
         if inside is None:
             return self._edge(scope, eqn, inputs, arrived, at)
@@ -252,7 +249,6 @@ class Reader:
         return [s._replace(scope=scope) for s in steps], end and end._replace(number=outputs[end.number])
 
     def _loop(self, scope, inside, inputs, active, arrived, at) -> Way:
-        """Through the steps of a scan or a while, each walked by itself."""
         semiring, context, program, (number, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
         first, fixed, carried = inside.loop
         inputs, last, number = [jnp.asarray(x) for x in inputs], fixed + carried, number - first

@@ -49,7 +49,6 @@ def _elementwise(equation: Equation) -> Pull:
 
 
 def _reduction(equation: Equation) -> Pull:
-    """Reductions: each input element goes into one output element, and the pullback of ones has the derivatives."""
     semiring, shape, axes = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["axes"]
     dtype = equation.inputs[0].dtype
 

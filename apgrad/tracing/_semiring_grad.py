@@ -25,8 +25,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     Args:
       f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
         was randomized is traced in its place (argnums still count the key); inside f, put the original yourself.
-      semiring: one of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your
-        own `Semiring`.
+      semiring: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()` or `top_k(k)`, or your own `Semiring`.
       argnums: which positional arguments, as for `jax.grad`. All others reach f as they are, strings and functions too.
 
     Returns:
@@ -67,7 +66,6 @@ class Loss:
 
     @property
     def active(self) -> tuple[bool, ...]:
-        """For each input, whether it is of a chosen argument."""
         return tuple(i < len(self.names) for i in range(len(self.inputs)))
 
 
@@ -136,7 +134,6 @@ def values(context: Context, loss: Loss) -> list[Value]:
 
 
 def propagated(semiring: Semiring, loss: Loss) -> list[Any]:
-    """What the semiring's backpropagation gives for each active input of a loss."""
     return [semiring.finish(value) for value in values(Context(semiring, NESTED), loss)]
 
 

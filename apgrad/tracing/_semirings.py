@@ -64,7 +64,6 @@ class Semiring(NamedTuple):
 
 
 def require_semiring(semiring: Any) -> None:
-    """Refuses what is no semiring: functions that return no values, a zero that is none, a `kind` that is not so."""
     if not isinstance(semiring, Semiring):
         hint = " Call it, as ap.tracing.max_product()." if callable(semiring) else ""
         raise TypeError(f"semiring_grad takes a semiring (ap.tracing.Semiring), got {describe(semiring)}.{hint}")
