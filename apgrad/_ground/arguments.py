@@ -57,7 +57,6 @@ def is_single(numbers: Any) -> bool:
 
 
 def integers(numbers: Any, what: str) -> tuple[int, ...]:
-    """One integer or a sequence of integers, of Python, NumPy or JAX, as a tuple of Python's."""
     try:
         return tuple(operator.index(n) for n in ([numbers] if is_single(numbers) else numbers))
     except TypeError as error:

@@ -119,7 +119,6 @@ def _leaves(samples, truth) -> Iterator[_Leaf]:
 
 
 def _rounded(samples: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Which elements are off by rounding alone in every sample."""
     most = np.max(np.abs(samples - truth), axis=0)
     near = most <= ROUNDING * np.linalg.norm(truth)
     return (most <= ROUNDING * np.abs(truth)) | near & (np.linalg.norm(most[near]) <= ROUNDING * np.linalg.norm(truth))

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 
 def require_key(what: str, key: Any) -> jax.Array:
-    """Returns one PRNG key as a typed key, and refuses anything else."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim == 0:
             return key

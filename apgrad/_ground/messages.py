@@ -22,7 +22,6 @@ def form_of(tree: Any) -> Static:
 
 
 def between(name: str, place: int, messages: Any, form: Static) -> Any:
-    """The message from one propagator to the propagator before it."""
     if not (isinstance(messages, tuple) and len(messages) == 1):
         raise TypeError(
             f"in {name}, propagator {place} (counted from 0) is fed by the one before it, so it has one input, and its "

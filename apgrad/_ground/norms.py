@@ -37,7 +37,6 @@ def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def widened(tree: Any) -> list[jax.Array]:
-    """The leaves in the widest of their dtypes, in float32 at least."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
     return [x.astype(dtype) for x in leaves]

@@ -43,8 +43,7 @@ class Propagator(NamedTuple):
 def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
     """An ordinary JAX function whose reverse pass is the propagator's `backward`.
 
-    A second derivative differentiates what `backward` computes (`first_order` refuses it). Forward mode raises JAX's
-    `TypeError`.
+    A second derivative differentiates what `backward` computes (`first_order` refuses it). There is no forward mode.
 
     Args:
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
@@ -52,10 +51,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         what is differentiated.
 
     Raises:
-      TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, or a derivative is asked for of an
-        array that `forward` closes over.
-      ValueError: at trace time, if the messages do not match the inputs, if the output has no floating-point array, or
-        if `forward` changes its inputs in place.
+      TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, if what is differentiated is not
+        among the inputs, and in forward mode.
+      ValueError: at trace time, for messages that do not match the inputs, an output without floating-point arrays, or
+        a `forward` that changes its inputs in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -125,8 +124,7 @@ class _Residuals:
 
     JAX 0.10.2 restores a residual by the structure that the last trace of `fwd` had. So each residual carries the
     number of its own structure, as the width of an empty array, and is padded to the most arrays that any structure
-    has. A `fwd` that is traced while the call runs is traced once, and needs no padding; that of a jaxpr may be traced
-    again later.
+    has. A `fwd` that is traced while the call runs is traced once, and needs no padding.
     """
 
     def __init__(self):

@@ -51,7 +51,6 @@ _KINDS: dict[str, tuple[NestedKind, str]] = {
 
 
 def nested(eqn: Any) -> Nested | None:
-    """The programs inside an equation, or None if the equation is a plain primitive."""
     name, params = eqn.primitive.name, Parameters(eqn)
     try:
         if name in _KINDS:
@@ -242,7 +241,6 @@ def all_equations(program: Program) -> Iterator[Any]:
 
 
 def has_own_rule(program: Program) -> bool:
-    """Whether a `custom_vjp` function is somewhere inside."""
     return any(eqn.primitive.name.startswith("custom_vjp") for eqn in all_equations(program))
 
 
@@ -269,7 +267,6 @@ def _explicit(mesh: Any) -> str:
 
 
 def require_auto(doing: str) -> None:
-    """Refuses the mesh in use if its axes are part of arrays' types."""
     if explicit := _explicit(jax.sharding.get_abstract_mesh()):
         raise NotImplementedError(
             f"{doing} needs a mesh with axes that the compiler shards, {explicit}, or wrap the function that calls it "

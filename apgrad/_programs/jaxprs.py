@@ -113,7 +113,6 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def needed(
     eqns: Sequence[Any], wanted: Iterable[Any], known: Collection[Any] = (), *, effects: bool = False
 ) -> list[Any]:
-    """The equations that are needed to compute the wanted variables, in order."""
     missing, found = set(variables(wanted)).difference(known), []
     for eqn in reversed(eqns):
         if (effects and eqn.effects) or not missing.isdisjoint(eqn.outvars):
@@ -144,7 +143,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
 
 def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
-    """A copy of a list with values put at the given places."""
     full = list(into)
     for number, value in zip(numbers, values, strict=True):
         full[number] = value

@@ -2,8 +2,7 @@
 
 What a device computes of its blocks is what `jax.vmap` with a name for the axis computes of an array of all blocks, and
 the collectives (`psum`, `ppermute`, `all_gather`) become sums, permutations and copies of that array. So who reads,
-transposes or rebuilds programs needs no rule for a mesh. The array of blocks is laid over the mesh, block by device,
-and XLA's partitioner divides the work as before.
+transposes or rebuilds programs needs no rule for a mesh. The array of blocks is laid over the mesh, block by device.
 """
 
 import math
@@ -16,8 +15,6 @@ from jax.sharding import NamedSharding
 
 
 class Shards(NamedTuple):
-    """What a `shard_map` equation says."""
-
     jaxpr: Any
     mesh: Any
     axes: tuple[str, ...]  # over which the program is mapped
