@@ -52,7 +52,6 @@ def number(what: str, value: Any, *, positive: bool = False, signed: bool = Fals
 
 
 def is_single(numbers: Any) -> bool:
-    """Whether `argnums`, or an index, is one integer (of Python, NumPy or JAX) and no sequence."""
     return hasattr(numbers, "__index__") and not getattr(numbers, "shape", ())
 
 

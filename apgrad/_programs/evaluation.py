@@ -75,7 +75,6 @@ def run_all(
     apply: ApplyEquation = run,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Evaluates equations in order, and adds the values of their outputs to a dictionary."""
     for eqn in eqns:
         inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
         values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))

@@ -142,8 +142,6 @@ def visits(plan: TapePlan) -> Visits:
 
 
 class Visit(NamedTuple):
-    """One visit of a mixer's site, under `ap.adaptive`."""
-
     slot: jax.Array  # the number of the visit
     weights: jax.Array | None  # the mixer's weights, (cells, 4); None where the mixer weighs by what it sees
 

@@ -277,7 +277,6 @@ def _components(part) -> list[Any]:
 
 
 def _parts(distribution) -> list[Any]:
-    """The distribution, and the distributions that its samples are made of."""
     inner = [getattr(distribution, name, None) for name in ("base_dist", "marginal_dist")]
     found = [distribution]
     for part in [part for part in inner if part is not None] + _components(distribution):

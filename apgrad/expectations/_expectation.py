@@ -178,7 +178,6 @@ def grad(
 
 
 def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...]]:
-    """Whether argnums is a sequence, and its numbers, of which 1 is the program's first argument."""
     numbers = integers(argnums, "argnums")
     if not numbers:
         raise ValueError("argnums is empty: name at least one argument to differentiate")

@@ -23,7 +23,6 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
 
 
 def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:
-    """Raises a `ValueError` unless a distribution's batch shape, which comes first, starts with the lanes."""
     if any(shape[:1] != (lanes,) for shape in shapes):
         raise ValueError(
             f"{what}: the distribution has batch shape {shapes[0]}, which must start with the lanes, ({lanes}, ...): "
@@ -53,7 +52,6 @@ def donors(lanes: int, bit: int, value: int) -> np.ndarray:
 
 
 def fold(tree: Any, folds: int) -> Any:
-    """Splits the lanes, the leading axis of every leaf, into (folds, lanes of a fold)."""
     return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
 
 
@@ -71,7 +69,6 @@ def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> j
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:
-    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4."""
     each = fold(x, folds)
     away = each - jnp.mean(each, axis=1, keepdims=True)
     scale = jnp.maximum(jnp.max(jnp.abs(away), axis=1, keepdims=True), 1)  # squares of large numbers overflow

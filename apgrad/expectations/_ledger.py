@@ -71,7 +71,6 @@ class Ledger:
 
 
 def differs(what: str) -> ValueError:
-    """The error of a program that is no pure function."""
     return ValueError(
         f"the program did not do the same at each of its two traces: {what}. It must be a pure function, without "
         "counters, caches, or random numbers of Python's or NumPy's: ap.expectation traces it once to learn what its "

@@ -155,7 +155,6 @@ def _rows(x):
 
 
 def _dot(a, b):
-    """The inner product of two gradients at each level, (L,)."""
     dot = functools.partial(jnp.vdot, precision="highest")
     each = lambda x, y: jax.vmap(dot)(_rows(x), _rows(y)).real.astype(_real(a))
     return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), _real(a)))

@@ -120,7 +120,6 @@ def score(
 
 
 def require_weighable(ledger: Ledger) -> None:
-    """Raises a `ValueError` where costs are charged in a way that leaves out the weights of `score`."""
     standardized = any(port.arithmetic == STANDARDIZED for port in ledger.ports)
     for found, name, instead in (
         (ledger.discounting, "tape.discount fades the weights with the credit", "give discounted costs to tape.cost"),

@@ -211,7 +211,6 @@ class Tape:
         return run_branches(self, branches)
 
     def _require_current(self, what: str) -> Ledger:
-        """The trace's ledger, or an error if the tape is not the current one."""
         ledger = LEDGER.get()
         if ledger is None:
             raise ValueError(

@@ -141,11 +141,10 @@ def compare(
         another form; with their messages, where all the objectives or the reference raise an error.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def objective(estimator):
-      ...     draw = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0))
       ...     def program(tape, theta):
-      ...         tape, x = draw(tape, theta)
+      ...         tape, x = ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 1.0), estimator)
       ...         return tape.cost(x**2)
       ...     return ap.expectation(program, lanes=100)
       >>> objectives = {"RP": objective(ap.reparameterization()), "LR": objective(ap.likelihood_ratio())}
@@ -305,7 +304,6 @@ def _real(tree):
 
 
 def _flat(tree, batch):
-    """The leaves in a row, after `batch` axes."""
     return np.concatenate([x.reshape(*x.shape[:batch], -1) for x in _real(tree)], axis=-1)
 
 

@@ -174,7 +174,6 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
 
 
 def _shares(first, second, suffix, shrinkage):
-    """The weights of two estimators."""
     sizes = _sizes(first), _sizes(second)
     largest = [jnp.max(size) for size in sizes]
     # The weight k of the one with the largest lane is computed, and the other's is 1 less it. The other way round, the

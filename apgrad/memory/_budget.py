@@ -70,7 +70,6 @@ def allocate(
 
 
 def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, Any]]:
-    """The lower convex hull, bytes falling."""
     hull: list[tuple[float, float, Any]] = []
     for p in points:
         while len(hull) > 1:

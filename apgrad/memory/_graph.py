@@ -67,7 +67,6 @@ class PullbackGraph:
         return [values[v] for v in frontier], derivatives
 
     def needed(self, collapsed: dict[Any, Any]) -> list[tuple[Any, Any, int]]:
-        """The backward equations that the pullback's outputs need, in order."""
         wanted = set(variables(self.jaxpr.outvars))
         chosen = []
         for eqn in reversed(self.backward):

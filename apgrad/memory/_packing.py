@@ -107,10 +107,9 @@ def packing(pack: Callable[..., Any], unpack: Callable[..., Any], *, biased: boo
       biased: says that the mean is not x, as of rounding to nearest. Then gradients are biased too.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> half = ap.memory.packing(
-      ...     lambda x: x.astype(jnp.bfloat16), lambda memory, like: memory.astype(like.dtype), biased=True
-      ... )
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> pack, unpack = lambda x: x.astype("bfloat16"), lambda memory, like: memory.astype(like.dtype)
+      >>> half = ap.memory.packing(pack, unpack, biased=True)
       >>> choose = lambda coefficient: half if "attention" in coefficient.name else None
       >>> random = ap.randomize(lambda x: jnp.sum(jnp.sin(x)), choose)
     """

@@ -25,21 +25,13 @@ _CLOSE = 0.03  # the share of the budget that may be left unused
 
 
 class Trial(NamedTuple):
-    """A gradient that was compiled.
+    """A gradient that was compiled."""
 
-    Attributes:
-      method: "keep", "recompute" or "pack".
-      peak_bytes: its scratch memory by the compiler's account.
-      work: the operations that are done again, over those of the forward pass.
-      variance: the variance that rounding adds to coefficients, over their square, on average.
-      function: `(key, *args)`.
-    """
-
-    method: str
-    peak_bytes: int
-    work: float
-    variance: float
-    function: Callable[..., Any]
+    method: str  # "keep", "recompute" or "pack"
+    peak_bytes: int  # its scratch memory by the compiler's account
+    work: float  # the operations that are done again, over those of the forward pass
+    variance: float  # what rounding adds to coefficients, over their square, on average
+    function: Callable[..., Any]  # `(key, *args)`
 
 
 class Plan(NamedTuple):

@@ -348,7 +348,6 @@ class StretchWalk:
 
 
 def _evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
-    """`jaxprs.evaluate` of a program whose constants are given as further inputs."""
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], *how)
 

@@ -87,8 +87,6 @@ def _undominated(found: list[Kept]) -> list[Kept]:
 
 
 class _Stretch:
-    """A stretch's forward program, with what its coefficients are made of."""
-
     def __init__(self, where: str, plan: MemoryPlan):
         self.where, self.plan, jaxpr = where, plan, plan.forward.jaxpr
         self.bytes = functools.cache(_bytes)
@@ -247,5 +245,4 @@ def _again(variables: Collection[Any], known: Collection[Any] = ()) -> list[tupl
 
 
 def _bytes(var: Any, kept: bool) -> int:
-    """The bytes of a variable; Boolean ones that are kept are packed."""
     return kept_bytes("bits" if kept and is_mask(var) else "exact", None, var.aval)

@@ -146,7 +146,6 @@ def _grid_of(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _ranges(rows: jax.Array, bad: jax.Array) -> Any:
-    """The least and the largest entry of each row, and whether one is bad, in one pass."""
 
     def both(a, b):
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]), a[2] | b[2]

@@ -367,6 +367,5 @@ def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 
 
 def _runs(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The starts and lengths of runs of neighbours, of which `size` entries make so many."""
     edges = np.arange(count + 1) * size // count
     return edges[:-1].astype(np.int32), np.diff(edges).astype(np.int32)

@@ -77,8 +77,6 @@ class CoefficientUse(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One array to remember."""
-
     var: Any
     how: SlotForm  # "live": somebody else keeps it; "bits": of a Boolean array; "nested": a scan or cond has packed it
     sampler: Any

@@ -47,7 +47,6 @@ def merge(trained: Any, fixed: Any) -> Any:
 
 
 def with_zeros(trained: Any, fixed: Any) -> Any:
-    """What is trained, or of its form, beside zeros for what is fixed."""
     return merge(trained, jax.tree.map(jnp.zeros_like, fixed))
 
 

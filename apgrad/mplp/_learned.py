@@ -38,7 +38,6 @@ class Local(NamedTuple):
 
 
 def hand_on(_: Local, answers: list[Answer]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What a node without parameters makes of the answers: the messages, and no updates."""
     return [answer.message for answer in answers], []
 
 

@@ -46,24 +46,18 @@ def leave(where: str, output: Any) -> Any:
 
 @dataclasses.dataclass
 class Walk:
-    """What the walk through a network has met.
+    """What the walk through a network has met."""
 
-    Attributes:
-      multiplies: whether there is a `wire` of a function that is not linear.
-      dense_twice: whether a dense node feeds another one.
-      repeated: the nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
-      values: the facts of values on their way into or out of a node, whose ports come next.
-      entered: for each node that is inside a call the part and the fact of what it takes.
-      parameters: for each node the origins of its parameters.
-      taken: for each variable that is a parameter the equations in which nodes take it.
-    """
-
-    multiplies: bool = False
-    dense_twice: bool = False
+    multiplies: bool = False  # whether there is a `wire` of a function that is not linear
+    dense_twice: bool = False  # whether a dense node feeds another one
+    # The nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
     repeated: dict[str, None] = dataclasses.field(default_factory=dict)
+    # The facts of values on their way into or out of a node, whose ports come next.
     values: list[Fact] = dataclasses.field(default_factory=list)
+    # For each node that is inside a call the part and the fact of what it takes.
     entered: dict[str, list[tuple[str, Fact]]] = dataclasses.field(default_factory=dict)
-    parameters: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)  # their origins, node by node
+    # For each variable that is a parameter the equations in which nodes take it.
     taken: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
 
     def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:

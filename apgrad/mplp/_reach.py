@@ -37,7 +37,6 @@ class Reach(NamedTuple):
 
     @classmethod
     def of(cls, card: dict[str, Any]) -> "Reach | None":
-        """The reach of a card that has these four entries; None for a card with none of them."""
         needed = cls._fields[:4]
         if not any(name in card for name in needed):
             return None

@@ -14,7 +14,6 @@ LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
 
 
 def role(site: Site) -> str:
-    """The role of a place: its name without digits."""
     return re.sub(r"\d+", "", site.name)
 
 

@@ -34,8 +34,6 @@ def split(parameters: jax.Array, parts: Parts) -> list[jax.Array]:
 
 
 class Mlp(nnx.Module):
-    """A multilayer perceptron on parts, with the activation between its layers."""
-
     def __init__(
         self,
         sizes: Sequence[int],
@@ -115,7 +113,6 @@ class Corrected(nnx.Module):
 
 
 def uncorrected(exact: jax.Array, *_: jax.Array, size: jax.Array | float = 1.0) -> jax.Array:
-    """What stands in the place of a `Corrected` network where there is none."""
     return exact[..., None]
 
 

@@ -8,8 +8,6 @@ from apgrad.rewiring._sites import ProgramSite
 
 
 class _Any(NamedTuple):
-    """Where one of several rules takes a site."""
-
     rules: tuple[Rule, ...]
 
     def __call__(self, site: ProgramSite) -> bool:

@@ -46,7 +46,6 @@ class Inputs(NamedTuple):
         return self.where.unknown(sites) if isinstance(self.where, Named) else []
 
     def idle(self, taken: Sequence[ProgramSite]) -> bool:
-        """Whether all messages that the rule changes go to the data."""
         return bool(taken) and all(is_layer(site) and not site.teaches for site in taken)
 
 

@@ -46,8 +46,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       >>> def loss(ws, x, y):
       ...     return jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] - y) ** 2) / 2
       >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3)), jnp.ones((8, 2))
-      >>> gradient = jax.grad(ap.rewire(loss, ap.rewiring.predictive_coding("tanh")))(*args)
-      >>> [g.shape for g in gradient]
+      >>> [g.shape for g in jax.grad(ap.rewire(loss, ap.rewiring.predictive_coding("tanh")))(*args)]
       [(3, 4), (4, 2)]
     """
     number("rate", rate, positive=True)

@@ -76,7 +76,6 @@ def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "vit
 
 
 def _short(name: str, length: int) -> str:
-    """A name with its end, which differs, and no more of its beginning than fits."""
     return name if len(name) <= length else f"...{name[3 - length :]}"
 
 

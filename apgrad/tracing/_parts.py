@@ -79,7 +79,6 @@ def _top_k(equation: Equation) -> Pull:
 
 
 def _tile(equation: Equation) -> Pull:
-    """tile: each axis of the operand beside a new axis of its copies."""
     reps = equation.params["reps"]
 
     def parts(x):

@@ -50,8 +50,6 @@ def _dot_general(equation: Equation) -> Pull:
 
 
 class _Factor:
-    """The axes of one factor of a dot_general."""
-
     def __init__(self, shape, batch, contracted):
         self.shape, self.batch, self.contracted = shape, tuple(batch), tuple(contracted)
         self.free = tuple(i for i in range(len(shape)) if i not in (*batch, *contracted))

@@ -16,7 +16,6 @@ from apgrad.tracing._semiring_grad import Loss
 
 
 def components_of(scope: str, depth: int | None) -> list[str]:
-    """The names of the components that an equation in a scope belongs to; see `influence`."""
     parts = [part for part in jaxprs.users_scope(scope).split("/") if part]
     if depth is None:
         return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]

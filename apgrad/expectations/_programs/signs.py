@@ -153,7 +153,6 @@ def _inner(array, signs):
 
 
 def dense(signs: Any, shape: Sequence[int]) -> jax.Array:
-    """The tensors themselves, (NUMBER, ...)."""
     if not isinstance(signs, Factors):
         return signs
     made = signs.scale.reshape(-1, *[1] * len(shape))

@@ -45,8 +45,6 @@ class ValueKind(IntEnum):
 
 
 class Value(NamedTuple):
-    """A value in a program."""
-
     kind: ValueKind  # what it depends on
     array: Any = None  # the value; None for values of the lane in `replay`
     signs: Any = None  # for a view in a sketch, the derivatives of the view along the parameters' signs

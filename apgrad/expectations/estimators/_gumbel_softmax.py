@@ -38,12 +38,12 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
       TypeError: at trace time, for another distribution; when differentiated twice with `hard`.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> choose = ap.stochastic(ap.gumbel_softmax(0.5))(lambda logits: dist.Categorical(logits=logits))
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, logits):
-      ...     tape, x = choose(tape, logits)
-      ...     return tape.cost(x @ jax.numpy.array([1.0, 2.0, 4.0]))
-      >>> jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), jax.numpy.zeros(3)).shape
+      ...     choices = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
+      ...     tape, x = ap.sample(tape, choices, ap.gumbel_softmax(0.5))
+      ...     return tape.cost(x @ jnp.array([1.0, 2.0, 4.0]))
+      >>> ap.grad(program, lanes=10)(jax.random.key(0), jnp.zeros(3)).shape
       (3,)
     """
     number("the temperature of gumbel_softmax", temperature, positive=True)

@@ -32,10 +32,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     and the derivative with respect to it comes out as 0: take logits.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> count = ap.stochastic(ap.likelihood_ratio())(lambda log_rate: dist.Poisson(jax.numpy.exp(log_rate)))
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, log_rate):
-      ...     tape, x = count(tape, log_rate)
+      ...     tape, x = ap.sample(tape, dist.Poisson(jnp.full(tape.lanes, jnp.exp(log_rate))), ap.likelihood_ratio())
       ...     return tape.cost(x)
       >>> second = jax.grad(ap.grad(program, lanes=100_000), argnums=1)
       >>> float(second(jax.random.key(0), 0.0)).__round__(1)

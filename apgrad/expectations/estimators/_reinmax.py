@@ -41,10 +41,9 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
       TypeError: at trace time, for another distribution; when differentiated twice.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> flip = ap.stochastic(ap.reinmax())(lambda logit: dist.Bernoulli(logits=logit))
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, logit):
-      ...     tape, x = flip(tape, logit)
+      ...     tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.full(tape.lanes, logit)), ap.reinmax())
       ...     return tape.cost((x - 0.45) ** 2)
       >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
       0.025

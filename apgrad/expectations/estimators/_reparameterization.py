@@ -24,10 +24,9 @@ def reparameterization() -> Estimator:
       TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> wait = ap.stochastic(ap.reparameterization())(lambda shape: dist.Gamma(shape, 1.0))
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, shape):
-      ...     tape, x = wait(tape, shape)
+      ...     tape, x = ap.sample(tape, dist.Gamma(jnp.full(tape.lanes, shape), 1.0), ap.reparameterization())
       ...     return tape.cost(x**2)
       >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
       5.0

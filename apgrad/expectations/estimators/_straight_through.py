@@ -24,12 +24,11 @@ def straight_through() -> Estimator:
       TypeError: at trace time, for a distribution that is not discrete; when differentiated twice.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> flip = ap.stochastic(ap.straight_through())(lambda logit: dist.Bernoulli(logits=logit))
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, logit):
-      ...     tape, x = flip(tape, logit)
+      ...     tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.full(tape.lanes, logit)), ap.straight_through())
       ...     return tape.cost(4 * x)
-      >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
+      >>> float(ap.grad(program, lanes=1)(jax.random.key(0), 0.0))
       1.0
     """
 

@@ -37,15 +37,11 @@ from apgrad.expectations.weights import Weighting
 
 
 class Gathered(NamedTuple):
-    """What messages gather on their way back through the mixers' nodes."""
-
     suffix: jax.Array | None = None  # the gradient of later nodes, (lanes, width), or None
     rows: jax.Array | None = None  # what `ap.adaptive` is told of later nodes, (slots, cells, 5), or None
 
 
 class WayBack(NamedTuple):
-    """The way from the distribution's parameters on."""
-
     answers: Streams  # in each stream, for each estimator, what is weighed: a pytree of arrays (lanes, ...)
     # `gathered -> (weights, gathered)`: for each array, or for all arrays of a subtree, the weights (folds,
     # estimators), (lanes, estimators), or (folds, estimators, coordinates); and what is gathered with this node.

@@ -165,7 +165,6 @@ def _is_exact(arrays):
 
 
 def _size(arrays):
-    """How many real numbers the arrays hold."""
     return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in arrays)
 
 

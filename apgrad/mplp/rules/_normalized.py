@@ -157,7 +157,6 @@ def _ask(local: Any, horizon: jax.Array, site: Site, question: Any, state: Any) 
 
 
 def _size(x: jax.Array) -> jax.Array:
-    """The root mean square, and a little more, so that it is never 0."""
     return jnp.sqrt(jnp.mean(x**2) + TINY)
 
 

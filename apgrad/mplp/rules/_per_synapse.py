@@ -116,7 +116,6 @@ class PerSynapse(MadeForSites):
         return both[1 - site.bias :] if site.family == "dense" else both[:1]
 
     def _keys(self, site: Site, part: str) -> list[str]:
-        """The names of a part's networks, and of its standardizer and scale."""
         self.require(site, by_name=self.share != "all")
         return [f"{site.kind if shared else site.name}/{part}" for shared in (self.share, self.share == "all")]
 

@@ -125,8 +125,6 @@ class BatchNorm(nnx.Module):
 
 
 class _Network(nnx.Module):
-    """Batch norm, linear, relu, linear."""
-
     def __init__(self, features: int, hidden: int, out: int, batch_norm: bool, rngs: nnx.Rngs):
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.norm = BatchNorm(features) if batch_norm else nnx.data(None)
