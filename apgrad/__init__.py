@@ -74,5 +74,4 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return sorted([*__all__, "__version__"])

@@ -11,7 +11,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option `--certify-samples`."""
     parser.getgroup("apgrad").addoption(
         "--certify-samples",
         type=float,
@@ -47,7 +46,6 @@ def certify(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Writes the certificates of the run, where there are any."""
     if certificates := _certificates(config):
         terminalreporter.section("gradient certificates")
         for test, certificate in certificates:

@@ -16,7 +16,6 @@ def closest(name: Any, names: Collection[str]) -> list[str]:
 
 
 def nearest(name: Any, names: Collection[str]) -> str:
-    """What an error says of an unknown name: the three names that are the most like it."""
     close = closest(name, names)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "there is none"
 
@@ -63,7 +62,6 @@ def integers(numbers: Any, what: str) -> tuple[int, ...]:
 
 
 def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """The numbers of the arguments that `argnums` choose of `count` positional ones, counted from 0."""
     given = integers(argnums, "argnums")
     for n in given:
         if not -count <= n < count:
@@ -78,7 +76,6 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
-    """Refuses a pytree with a leaf that is no array of the kind that is differentiated: floating, or inexact."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         is_array = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
         if not (is_array and jnp.issubdtype(jnp.result_type(leaf), kind)):

@@ -31,13 +31,11 @@ def between(name: str, place: int, messages: Any, form: Static) -> Any:
 
 
 def numbered(form: Static) -> Any:
-    """The pytree of a form, with numbers for its leaves."""
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))
 
 
 def check_messages(messages: Any, form: Static, where: str = "", dense: bool = False) -> tuple[Any, ...]:
-    """The messages as `custom_vjp` wants them, or an error that says which one is wrong."""
     inputs = numbered(form)
     if not isinstance(messages, tuple) or len(messages) != len(inputs):
         raise TypeError(

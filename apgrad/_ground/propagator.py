@@ -254,7 +254,6 @@ def combine(*propagators: Propagator) -> Propagator:
 
 
 def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, list[Any], list[Static]]:
-    """The last output, and of each propagator the memory and the output's form."""
     memories, forms = [], []
     for propagator in propagators:
         output, memory = _pair(propagator.forward(*inputs))
@@ -265,7 +264,6 @@ def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, lis
 
 
 def _back(name, propagators, memory, message, merge=lambda messages, message, form: messages):
-    """The messages of the first propagator, from a message of the last one's output."""
     memories, forms = memory
     for i in reversed(range(1, len(propagators))):
         messages = merge(propagators[i].backward(memories[i], message), message, forms[i - 1])

@@ -60,7 +60,6 @@ def run(eqn: Any, inputs: list[Any]) -> list[Any]:
 def evaluate(
     program: Program, inputs: Sequence[Any], apply: ApplyEquation = run, constant: Callable[[Any], Any] | None = None
 ) -> list[Any]:
-    """Evaluates a program with `apply(eqn, inputs) -> outputs` for each equation, in the program's order."""
     jaxpr, consts = program
     known = constant or (lambda value: value)
     given = [*map(known, consts), *inputs]

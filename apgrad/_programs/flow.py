@@ -52,7 +52,6 @@ def flow(
 def steady(
     walk: Callable[[list[Any]], Sequence[Any]], inputs: Sequence[Any], first: int, carried: int, join: Join
 ) -> tuple[list[Any], Sequence[Any]]:
-    """The facts that hold at every step of a loop."""
     facts = list(inputs)
     while True:
         made = walk(facts)

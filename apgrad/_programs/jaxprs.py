@@ -152,7 +152,6 @@ def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) ->
 def restrict(
     function: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of some of its arguments, while the others stay as they are."""
     return lambda *values: function(*place(values, chosen, args)), [args[i] for i in chosen]
 
 

@@ -40,7 +40,6 @@ def trace(
 
 
 def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or an error where it is called, if it writes to its arguments."""
 
     def called(*args):
         before, form = jax.tree.flatten(args)

@@ -37,11 +37,10 @@ def credit(
     """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
     Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
-    `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts`, which are the
-    second axis of `zero`, (lanes, parts), is a function of what was there before the choice. `learn` trains it by the
-    gradient of (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the lane is in no other
-    lane's leave-one-out baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of what later costs are
-    weighed by (`_score.py`).
+    `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts`, the second axis
+    of `zero`, (lanes, parts), is a function of what was there before the choice; `learn` trains it by the gradient of
+    (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the lane is in no leave-one-out
+    baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of later costs (`_score.py`).
     """
     ledger = tape._require_current(name)
     ledger.scoring = name
@@ -116,7 +115,6 @@ def request(tape: Tape, port: Port, what: str) -> jax.Array | None:
 
 
 def put(tape: Tape, port: Port, array: jax.Array | None, what: str) -> Tape:
-    """The next tape, with a port's array as the node returned it; None where `request` returned None."""
     tape._require_current(what)
     return tape._follow(ports=tape._ports if array is None else {**tape._ports, port: array})
 

@@ -45,13 +45,11 @@ def choose(
 
     Args:
       tape: the current tape.
-      distribution: a distribution whose batch shape starts with the lanes; further axes are independent choices of one
-        lane.
+      distribution: its batch shape starts with the lanes; further axes are independent choices of one lane.
       continuation: `(x, *args) -> (cost, y)` for one lane, pure: a scalar cost, and what goes on in the program, a
         pytree or None. It is differentiable with respect to its arguments and all that it closes over.
       estimator: an `ap.ChoiceEstimator`, such as `rloo(samples)`, `enumeration()`, `disarm()` or `measure_valued()`.
-      *args: pytrees with the lanes as leading axis, such as a lane's example. What the lanes share, the continuation
-        closes over.
+      *args: pytrees with the lanes as leading axis, such as examples. The continuation closes over what lanes share.
       baseline: what is taken off the costs that follow y, as in `likelihood_ratio`.
 
     Returns:
@@ -122,7 +120,6 @@ def choose(
 
 
 def _form(what, continuation, drawn, args):
-    """The structure of y, and the program; an error where it does not return a scalar cost and a value."""
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), (drawn, *args))
 
     def pair(*inputs):

@@ -24,12 +24,10 @@ def stochastic(
 
     Args:
       estimator: `reparameterization()`, `likelihood_ratio()`, `total_propagation()` or your own.
-      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared, as parameters are). By default the
-        first argument alone is shared.
-      parts: the distribution's first batch axis numbers parts of a lane that are independent of each other; costs of
-        shape (lanes, parts) are then charged to a part's own choices, not to all of a lane. With `data` given to
-        `ap.expectation` the parts are the data, and a choice of shape (lanes, data, ...) must say whether it is one for
-        each datum or not.
+      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared). By default the first one is shared.
+      parts: the distribution's first batch axis numbers independent parts of a lane, and costs of shape (lanes, parts)
+        are charged to a part's own choices alone. With `data` given to `ap.expectation` the parts are the data, and a
+        choice of shape (lanes, data, ...) must say whether it is one for each datum.
 
     Returns:
       A decorator; the decorated function is `(tape, *args, mask=None) -> (tape, x)`, with x of shape (lanes, ...). The

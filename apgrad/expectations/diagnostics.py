@@ -119,8 +119,7 @@ def compare(
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
-    A gradient that keeps a state from call to call, as `ap.adaptive` and `ap.multilevel` do, is no such objective:
-    judge it by training.
+    Gradients that keep a state, as of `ap.adaptive` and `ap.multilevel`, are no objectives: judge them by training.
 
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.

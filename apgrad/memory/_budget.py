@@ -82,7 +82,6 @@ def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, An
 
 
 def added_variance(found: list[tuple[Coefficient, SlotForm]], choose: Any) -> float:
-    """The mean over all entries that could be sampled of their relative variance, as `allocate` expects it."""
     sampled = [(c, choose(c)) for c, how in found if how == "sampled"]
     entries = sum(c.nbytes * c.count for c, _ in sampled)
     return sum(c.nbytes * c.count * relative_variance(s) for c, s in sampled if s is not None) / max(entries, 1)

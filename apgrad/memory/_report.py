@@ -350,8 +350,6 @@ def memory_report(
 ) -> MemoryReport:
     """The memory of a scalar function's gradient: what reverse mode keeps, array by array, and what is compiled.
 
-    Each row is compiled once, and by default there is one row.
-
     Args:
       function: `(*args) -> scalar`.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.

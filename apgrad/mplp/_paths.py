@@ -32,7 +32,6 @@ WIRED = "a signal of the wire"  # in the function of a `wire`
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
-    """Marks what enters a node: signals and parameters, and data, which may depend on neither."""
     at = lambda x, part: mark(x, Gate.IN, (where, part)) if is_inexact(x) else x
     port = lambda p: "port" if isinstance(p, Signal) else "parameter"
     return [type(p)(at(p.value, "value"), at(p.port, port(p))) for p in pairs], tuple(at(x, "data") for x in data)
@@ -79,7 +78,6 @@ class Walk:
         return [made if inexact else NOTHING for inexact in inexact_outputs(eqn)]
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
-        """What a node sees of what it takes, whose value and port must have one fact."""
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
             # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
             taken = self.taken.setdefault(eqn.invars[0], set())

@@ -15,14 +15,7 @@ from apgrad.mplp._places import Parameter, Place, Places
 
 
 class NamedLayer(NamedTuple):
-    """A layer of a network.
-
-    Attributes:
-      name: the name of the layer's place.
-      kind: as in `Layer`.
-      apply: as in `Layer`.
-      parameters: the paths of the layer's parameters.
-    """
+    """A layer of a network: as a `Layer`, with the name of its place and the paths of its parameters."""
 
     name: str
     kind: str
@@ -44,13 +37,7 @@ class Sequential(NamedTuple):
     tokens: bool = False
 
     def __call__(self, places: Places, params: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, dict]:
-        """The losses (batch, ...) of a minibatch, and `{"output": prediction}`, (batch, ...), as metrics.
-
-        Args:
-          places: the network's places.
-          params: the network's parameters by layer, each a `Parameter`.
-          batch: inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
-        """
+        """The losses (batch, ...) of a minibatch, and `{"output": prediction}`, (batch, ...), as metrics."""
         x, y = batch
         _, prediction = self._run(places, params, x)[-1]
         return self.loss(places["loss"], prediction, y), {"output": prediction.value}

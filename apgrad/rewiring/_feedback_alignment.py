@@ -14,7 +14,7 @@ from apgrad.rewiring._rewire import Rule
 def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights.
 
-    The first layer has feedback weights too, whose message goes to the data, where nobody learns.
+    The first layer has feedback weights too, whose message goes to the data, where nobody learns. Example: `ap.rewire`.
 
     Args:
       key: the PRNG key of the random weights, which are normal.
@@ -23,9 +23,6 @@ def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Whe
 
     Returns:
       A rule with parameters, the feedback weights of each layer, which get no update.
-
-    Example:
-      See `ap.rewire`.
     """
 
     def at(site, feedback):

@@ -104,13 +104,7 @@ def require_rule(who: str, rule: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rewired:
-    """A function whose backward pass a rule has replaced at its sites; made by `ap.rewire`.
-
-    Attributes:
-      function: the original function.
-      rule: the rule.
-      argnums: the numbers of the arguments that hold parameters.
-    """
+    """A function whose backward pass a rule has replaced at its sites; made by `ap.rewire`."""
 
     function: Callable[..., Any]
     rule: Rule
@@ -220,7 +214,6 @@ def _members(rule: Rule) -> list[Rule]:
 
 
 def _warn_idle(rule: Rule, taken: Sequence[ProgramSite]) -> None:
-    """Warns of a rule, or one of several, that changes nothing but messages to the data."""
     members = _members(rule)
     owners = [next(m for m in members if m.where(site)) for site in taken]
     for member in members:
@@ -326,7 +319,6 @@ def _beside(port: Any, output: Any) -> Any:
 
 
 def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
-    """The node `(key, params, *inputs) -> (output, port)` of a site."""
 
     def forward(key, params, *inputs):
         output, memory = rule.at(site._replace(key=key), params).forward(*inputs)

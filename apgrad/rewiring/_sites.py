@@ -260,7 +260,6 @@ def constant(value: Any) -> int:
 
 
 def merged(*facts: int) -> int:
-    """The fact about what is made of several arrays, or is one of them."""
     largest = max(facts, default=MADE)
     return ACTIVATION if largest == DATA and any(map(_is_weight, facts)) else largest
 

@@ -95,9 +95,6 @@ def certify(
       rtol: how far estimates may differ between compilations, relative to the largest element, or the mean size of all.
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
 
-    Returns:
-      The certificate, all of whose tests passed.
-
     Raises:
       NotCertifiedError: an `AssertionError` that names the tests that failed. "Undecided" says that `resolution` alone
         did, and about how many samples would decide.
@@ -177,7 +174,6 @@ def _largest(tree) -> float:
 
 
 def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
-    """The tests of a mean: that it is right, and that it could have been seen to be wrong."""
     worst, number = bias.distance(samples, truth, STANDARD_ERRORS), len(jax.tree.leaves(samples)[0])
     right = worst.off <= worst.bound
     yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
@@ -196,7 +192,6 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
 
 
 def _variance(samples, claimed) -> Check:
-    """The test that no element's variance is above the claimed one by more than its standard error allows."""
     if jax.tree.structure(claimed) != jax.tree.structure(samples):
         claimed = jax.tree.map(lambda _: claimed, samples)
     joined = lambda leaves: np.concatenate([np.reshape(x, (len(x), -1)) for x in leaves], axis=1)

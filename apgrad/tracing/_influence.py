@@ -230,7 +230,6 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _column(value, gradient, components, words):
-    """The shares of one parameter, (components,) each."""
     strength = value[1 if len(value) - words == 2 else 0].ravel()
     masks = jnp.stack([m.ravel() for m in value[-words:]])
     size = jnp.abs(gradient).ravel()

@@ -45,7 +45,6 @@ def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
 
 
 def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
-    """The inner products of arrays with signs, `Factors` or whole tensors, summed over the arrays, (NUMBER,)."""
     return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
 
 

@@ -61,7 +61,6 @@ def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tupl
 
 
 def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -> list[Any]:
-    """What the uses of a program make, as a function of the parameters and of what the uses take of the lane."""
     walk = _Replay(operands)
     walk.run(program, _without_lane(inputs))
     return walk.made
@@ -70,7 +69,6 @@ def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -
 def sketch(
     program: Program, inputs: Sequence[Value], operands: Sequence[Any], messages: Sequence[Any], signs: Sequence[Any]
 ) -> jax.Array:
-    """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,)."""
     of_parameters = iter(signs)
     signed = [
         value._replace(signs=next(of_parameters)) if value.kind == ValueKind.VIEW else value

@@ -19,11 +19,7 @@ from jax import lax
 
 
 class LearnedBaseline(NamedTuple):
-    """A baseline function whose parameters learn the cost-to-go, as `learned_baseline` makes it.
-
-    Attributes:
-      function: the baseline function.
-    """
+    """A baseline function whose parameters learn the cost-to-go, as `learned_baseline` makes it."""
 
     function: Callable[..., Any]
 

@@ -7,8 +7,7 @@ that has the derivatives of log p(x_j),
     1/k  sum over j of  c(x_j) + (c(x_j) - b_j) (e_j - 1).
 
 E[c(x_j) e_j] has the right derivatives to every order, and E[b_j (e_j - 1)] = 0 to every order, since b_j does not
-depend on x_j. Samples of other lanes play no part: lanes may be different data. The first sample goes on in the
-program.
+depend on x_j. Samples of other lanes play no part: lanes may be different data. The first sample goes on.
 """
 
 import jax

@@ -108,7 +108,6 @@ def draw_by_mixer(
 def draw_batch_by_mixer(
     tape: Tape, mixer: Mixer, what: str, distribution: Any, key: jax.Array
 ) -> tuple[Tape, jax.Array, list[Charge]]:
-    """Samples a distribution of all lanes, with a mixer's node for the way back (`of_batch`)."""
     _require_mixer(mixer, what, tape, by_coordinates=True)
     lanes, folds = tape.lanes, channels.folds(tape)
     structure = jax.tree.structure(distribution)

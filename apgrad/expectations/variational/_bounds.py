@@ -37,7 +37,6 @@ def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
 
 
 def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> jax.Array:
-    """The log-weight log p(x, z) - log q(z | x) of each sample, (samples, *batch)."""
     joint = log_joint(z)
     with distributions.standard_promotion():
         density = jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)

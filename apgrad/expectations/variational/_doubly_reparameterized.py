@@ -35,9 +35,6 @@ def doubly_reparameterized(samples: int) -> Bound:
     Args:
       samples: K, at least 1.
 
-    Returns:
-      The bound, `(key, proposal, log_joint) -> (*batch)`.
-
     Raises:
       TypeError: at trace time, for a proposal without a pathwise derivative or without a density.
 

@@ -223,15 +223,11 @@ class _Site(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of a site, with the plates that its axes belong to."""
-
     value: Any
     plates: Static
 
 
 class _Draw(Messenger):
-    """Draws the guide's latent sites as their estimators say."""
-
     def __init__(self, function, elbo, given):
         super().__init__(function)
         self.elbo, self.given, self.sites, self.substituted = elbo, given, {}, set()

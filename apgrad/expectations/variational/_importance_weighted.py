@@ -1,8 +1,7 @@
 """The importance-weighted bound, differentiated through its samples.
 
-Burda, Grosse & Salakhutdinov, Importance weighted autoencoders, ICLR 2016, equation 8. Its gradient with respect to the
-proposal gets noisier, relative to its size, as the samples get more (Rainforth et al., 2018): see
-`doubly_reparameterized`.
+Burda, Grosse & Salakhutdinov, Importance weighted autoencoders, ICLR 2016, equation 8. With more samples its gradient
+with respect to the proposal gets relatively noisier (Rainforth et al., 2018): see `doubly_reparameterized`.
 """
 
 from apgrad._ground.arguments import whole
@@ -14,9 +13,6 @@ def importance_weighted(samples: int) -> Bound:
 
     Args:
       samples: K, at least 1; with 1 it is the ELBO.
-
-    Returns:
-      The bound, `(key, proposal, log_joint) -> (*batch)`.
 
     Raises:
       TypeError: at trace time, for a proposal without a pathwise derivative.

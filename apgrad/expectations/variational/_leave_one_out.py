@@ -14,9 +14,6 @@ def leave_one_out(samples: int) -> Bound:
     Args:
       samples: K, at least 2.
 
-    Returns:
-      The bound, `(key, proposal, log_joint) -> (*batch)`.
-
     Raises:
       TypeError: at trace time, for a proposal without a density.
 

@@ -18,9 +18,6 @@ from apgrad.expectations.variational._bounds import Bound, draw, log_weights, sc
 def sticking_the_landing() -> Bound:
     """The ELBO of one sample, without the score of the proposal in its gradient.
 
-    Returns:
-      The bound, `(key, proposal, log_joint) -> (*batch)`.
-
     Raises:
       TypeError: at trace time, for a proposal without a pathwise derivative or without a density.
 

@@ -18,9 +18,6 @@ def vimco(samples: int) -> Bound:
     Args:
       samples: K, at least 2.
 
-    Returns:
-      The bound, `(key, proposal, log_joint) -> (*batch)`.
-
     Raises:
       TypeError: at trace time, for a proposal without a density.
 

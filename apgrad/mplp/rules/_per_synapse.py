@@ -206,7 +206,6 @@ class _PerSynapseAt:
         return self._dense(site, question, state)
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
-        """The update (centred and scaled), the message and the new state of a part."""
         cell, own, factor, mean = self.parts[part]
         shift, scale = _statistics(inputs) if self.record else jax.lax.stop_gradient((own.shift[...], own.scale[...]))
         standardized = [(x + shift[i]) * scale[i] for i, x in enumerate(inputs)]
