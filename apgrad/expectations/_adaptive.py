@@ -13,9 +13,6 @@ twice the variance. Its mean over the window leaves out the largest one of `RARE
 
 *What it is slow at.* Where gradients do not explode any more, the likelihood ratio keeps its weight until the explosion
 has left the window, after one or two windows. The other way there is no delay.
-
-*How it is done.* Each visit of a mixer, counted in the program's jaxpr, has a row of weights, which goes in with the
-tape, and sends back a row of moments, as the cotangent of a port.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,9 +120,8 @@ def adaptive(
       ...     tape, x = step(tape, theta, jnp.zeros(tape.lanes))
       ...     return tape.cost((x - 1) ** 2)
       >>> objective = ap.adaptive(program, lanes=100)
-      >>> first, second = jax.random.split(jax.random.key(0))
-      >>> state = objective.init(first, 0.0)
-      >>> value, gradient, state = objective.value_and_grad(second, state, 0.0)
+      >>> state = jax.jit(objective.init)(jax.random.key(0), 0.0)
+      >>> value, gradient, state = jax.jit(objective.value_and_grad)(jax.random.key(1), state, 0.0)
       >>> state.moments.shape
       (2, 2, 1, 1, 5)
     """

@@ -47,7 +47,8 @@ def expectation(
         Lanes must not act on each other (no batch normalisation over lanes): credit goes to a lane's own choices.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
       data: how many data the minibatch has, where lanes are the samples of a datum, and the data are the second axis of
-        choices (`parts=True`) and costs, (lanes, data), of which the objective is the mean.
+        choices (`parts=True`) and costs, (lanes, data), of which the objective is the mean. With `choose` the examples
+        are the lanes instead.
       cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, such that
         gradients of total propagation are unbiased. Lanes must be even, at least 4, and must not act on each other
         (`apgrad.testing.assert_independent_lanes`).

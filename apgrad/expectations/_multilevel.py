@@ -82,9 +82,8 @@ def multilevel(
       ...     tape, x = ap.clip_lanes(*step(tape, theta), factor)
       ...     return tape.cost(x**2)
       >>> training = ap.multilevel(ap.value_and_grad(program, lanes=100))
-      >>> first, second = jax.random.split(jax.random.key(0))
-      >>> state = training.init(first, 2.0)
-      >>> value, gradient, state = training.value_and_grad(second, state, 2.0)
+      >>> state = jax.jit(training.init)(jax.random.key(0), 2.0)
+      >>> value, gradient, state = jax.jit(training.value_and_grad)(jax.random.key(1), state, 2.0)
       >>> gradient.shape, state.weights.shape
       ((), (3,))
     """

@@ -51,7 +51,7 @@ def randomize(
       through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
         to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
         (section 3.3). None keeps these coefficients exactly.
-      budget_bytes: given instead of a sampler, how much may be remembered in all, with the least added variance.
+      budget_bytes: in place of a sampler, how much may be remembered in all, by samplers of the least added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them

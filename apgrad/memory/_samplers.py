@@ -281,7 +281,8 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
 
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept.
-      replacement: whether entries are drawn with replacement, as in the paper; without, noise is less, and none at 1.
+      replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
+        and a fraction of 1 is exact.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 

@@ -223,7 +223,8 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: the node's place.
-      tokens: (batch, ...), integers; negative ones count from the end. One out of range is an error, under `jit` NaN.
+      tokens: (batch, ...), integers. Negative ones count from the end. One that is out of range is a ValueError, or
+        under `jit` a row of NaN, as in Flax.
       table: parameter (vocabulary, M).
     """
     if isinstance(tokens, Signal):

@@ -19,7 +19,8 @@ class Site(NamedTuple):
 
     Attributes:
       name: the place's name.
-      kind: the node's kind: "dense", "bias", "activation", "squared_error", ... A rule may have parameters for each.
+      kind: the node's kind, "dense", "bias", "activation", "softmax", "squared_error", ..., among whose places a rule
+        may share parameters.
       family: the kind of question that the node asks.
       batch: the number of examples in a minibatch.
       shape: for a dense node (rows, inputs, outputs), with a row for each position of each example; else the input's.

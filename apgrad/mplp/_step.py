@@ -147,8 +147,9 @@ def scan_steps(
       carry: pytree of arrays, the carry before the first step.
       inputs: pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
       length: the number of steps; needed where there are no inputs.
-      remat: what a gradient through the steps remembers. False: everything. A number S: the carry of every S-th step,
-        from which S steps, and each of these, are computed again. True: S is about the square root of their number.
+      remat: what a gradient through the steps remembers. False: everything. A number S, at least 1: the carry of every
+        S-th step; segments of S steps, and within a segment each step, are computed again. True: S is about the square
+        root of the number of steps.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

@@ -5,8 +5,8 @@ g, and the target of h is t = h + g(t') - g(h'), with t' that of h'. The weights
 2, and the inverse to lower |g(f(h + noise)) - (h + noise)|^2 / 2.
 
 The message is h - t: above the topmost of these layers the gradient (a step of rate 1 makes the target), at a layer
-g(h') - g(h' - m), with m the message to h'. Another `step` makes the targets, and the messages are
-divided by it, so that they stay comparable to gradients.
+g(h') - g(h' - m), with m the message to h'. Another `step` makes the targets, and divides the messages by it, so that
+they stay comparable to gradients.
 """
 
 from collections.abc import Callable

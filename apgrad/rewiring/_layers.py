@@ -40,6 +40,7 @@ class Inputs(NamedTuple):
     where: Callable[[ProgramSite], bool]
 
     def __call__(self, site: ProgramSite) -> bool:
+        """A function is asked of layers alone."""
         return (isinstance(self.where, Named) or is_layer(site)) and self.where(site)
 
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:

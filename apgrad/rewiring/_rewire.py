@@ -67,7 +67,7 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,
       `rewired(params, *args)`, and their cotangents are the updates that it proposes; a rule that draws takes a PRNG
-      key before all. `rewired.init(*args)` makes the parameters, `rewired.sites(*args)` lists the sites.
+      key before all. `rewired.init(*args)` makes parameters, `rewired.sites(*args)` lists sites. Reverse mode, once.
 
     Raises:
       ValueError: at trace time, if the rule takes no site, none by a name that it was given, or one that cannot be

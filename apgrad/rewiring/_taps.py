@@ -90,10 +90,7 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> def loss(w, xs):
-      ...     def step(h, x):
-      ...         h = ap.tap(jnp.tanh(w * h + x), "state")
-      ...         return h, None
-      ...     return jax.lax.scan(step, 0.0, xs)[0]
+      ...     return jax.lax.scan(lambda h, x: (ap.tap(jnp.tanh(w * h + x), "state"), None), 0.0, xs)[0]
       >>> gradient, taps = jax.jit(ap.with_taps(jax.grad(loss)))(0.5, jnp.ones(3))
       >>> taps["state"].message.shape, float(taps["state"].message[-1])
       ((3,), 1.0)

@@ -1,8 +1,4 @@
-"""Estimators that look at a choice's alternatives: what `ap.choose` asks of them.
-
-A `ChoiceEstimator` may evaluate what follows the choice at other outcomes than the sample too: at all of them, at an
-antithetic one, at a relaxation. It answers with a sample, which goes on in the program, and with a cost.
-"""
+"""Estimators that look at a choice's alternatives: what `ap.choose` asks of them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,7 +41,7 @@ class ChoiceEstimator(NamedTuple):
       >>> def program(tape, p):
       ...     coin = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
       ...     return ap.choose(tape, coin, lambda x: ((x - 0.25) ** 2, None), both)[0]
-      >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.3))
+      >>> float(ap.grad(program, lanes=1)(jax.random.key(0), 0.3))
       0.5
     """
 

@@ -33,7 +33,8 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
     Args:
-      temperature: a positive scalar. 1 is exact for quadratic costs of one choice; the paper finds higher ones better.
+      temperature: a positive scalar. 1 is exact for costs that are quadratic in one choice's sample; the paper finds
+        higher ones better in training.
 
     Raises:
       ValueError: for a temperature that is not positive.

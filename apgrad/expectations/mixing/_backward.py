@@ -4,7 +4,8 @@ The node pulls the messages back through each estimator, lane by lane, to the di
 from there on says what is weighed, and by what:
 
 * `by_arguments` (`target="arguments"`): one weight a node for the message to the lanes' own arguments, and one for the
-  contribution to shared ones, by a rule of `weights.py` that sees features (`_features.py`), or by `ap.adaptive`.
+  contribution to the arguments that lanes share, by a rule of `weights.py` that sees features (`_features.py`), or
+  given by `ap.adaptive`.
 * `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
   weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes. A distribution may keep

@@ -4,7 +4,8 @@ The *target* of a node is what is differentiated of the arguments that lanes sha
 closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane are, for each
 estimator, its gradient of the target in a row. Where the shared arguments have more than `EXACT` elements, all of it is
 a sketch of the gradient, which keeps inner products on average, and weights need nothing else (`_programs/uses.py`).
-Else the gradient of the arrays closed over stands behind that of the arguments, sketched by the same bound.
+Where they have not, the gradient of the arrays closed over stands behind that of the arguments, as it is or sketched by
+the same bound.
 """
 
 import functools

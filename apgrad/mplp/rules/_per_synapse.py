@@ -17,7 +17,8 @@ A bias sees [m, b, z], where z is the bias's input, and goes first: the weights 
 
 *Standardizers* (MPLP, appendix A; published code) shift and scale what a network sees to numbers of about size one, by
 one pair of numbers for each group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. As published this
-has a fault: biases are 0 at first, so that their scale comes out near 1000; `max_scale` bounds it.
+has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitted, so their scale comes out near 1000;
+`max_scale` bounds it.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class PerSynapse(MadeForSites):
     """The published rules.
 
     Args:
-      sites: the sites of a network, from `mplp.sites`. The rule fits networks whose places have these names (or kinds).
+      sites: the sites of a network, from `mplp.sites`. The rule fits every network whose places have these names, or
+        these kinds if everything is shared.
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".

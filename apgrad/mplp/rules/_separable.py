@@ -45,9 +45,11 @@ class Separable(MadeForSites):
       hidden: the number of hidden units of each network, which are tanh.
       neuron_state: the size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
-      share: which places share networks, and so which networks the rule fits. False: none. True: places of a kind.
-        "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"): for any depth.
-      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), to fit all widths.
+      share: which places share networks and step sizes, and so which networks the rule fits. False: none. True:
+        places of a kind. "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"),
+        for networks of any depth.
+      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), so that a learned
+        step size means the same in layers of every width.
       gradient: whether networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: the learning rate of each place at first, which is meta-trained.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
@@ -59,8 +61,7 @@ class Separable(MadeForSites):
       >>> from flax import nnx
       >>> network, prior = ap.meta.mlp((1, 5, 1), jnp.tanh, ap.mplp.squared_error)
       >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
-      >>> sites = ap.mplp.sites(network, params, batch)
-      >>> rule = ap.mplp.Separable(sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(2))
+      >>> rule = ap.mplp.Separable(ap.mplp.sites(network, params, batch), whiten=True, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
       >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
       >>> state["dense_out"]["whitening"]["P"].shape
