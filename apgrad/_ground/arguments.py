@@ -27,7 +27,6 @@ def number_of(name: Any, names: Sequence[str], what: str) -> int:
 
 
 def whole(what: str, value: Any, least: int = 1, most: float = math.inf) -> int:
-    """The value as Python's integer, if it is an integer of Python, NumPy or JAX from `least` to `most`."""
     try:
         found = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:

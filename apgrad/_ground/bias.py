@@ -131,7 +131,6 @@ def _blocks(deviations: np.ndarray) -> np.ndarray:
 
 
 def _largest(dense, level: float) -> Distance:
-    """The test of the element that is farthest off, of all that have a standard error."""
     joined = lambda of: np.concatenate([of(leaf)[..., at] for leaf, at in dense], axis=-1)
     sums = _blocks(joined(lambda leaf: leaf.samples - leaf.truth))
     m, scale = len(sums), np.maximum(np.sqrt(np.sum(sums**2, axis=0)), TINY)
@@ -175,7 +174,6 @@ def _together(leaf: _Leaf, level: float, seen: bool) -> Distance:
 
 
 def _alone(leaf: _Leaf, few: np.ndarray, level: float, bound: float) -> Distance:
-    """The test of each of the elements that few samples reach, by Bernstein's inequality."""
     n, L = len(leaf.samples), np.log(2 * few.sum() / level)
     jump = np.max(np.abs(leaf.samples - np.median(leaf.samples, axis=0)))
     square = np.mean((leaf.samples - leaf.truth) ** 2, axis=0)

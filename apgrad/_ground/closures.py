@@ -21,7 +21,6 @@ _WORLD = ("builtins", "jax", "jaxlib", "numpy", "functools", "types")  # whose o
 
 
 def may_close_over_a_tracer(*functions: Any) -> bool:
-    """Whether a traced array is found in what functions reach: a quick look."""
     return any(isinstance(found, Tracer) for found in reached(*functions))
 
 
@@ -57,7 +56,6 @@ def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] 
 
 
 def _attributes(found: Any) -> list[Any]:
-    """The values of an object's attributes, and what it is called by."""
     slots = [name for cls in type(found).__mro__ for name in getattr(cls, "__slots__", ())]
     own = [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in slots)]
     return [*own, vars(type(found)).get("__call__")]

@@ -149,7 +149,6 @@ _MINIBATCH = (
 
 
 def _warn_of_a_batch(what, program, shape):
-    """Warns where a lane makes independent choices, (lanes, n, ...), and its cost is a sum of terms of one each."""
     axes = [0, *[None] * (len(program.jaxpr.invars) - 1)]
     if len(shape) > 1 and shape[1] > 1 and is_sum_over(program, axes):
         warn(

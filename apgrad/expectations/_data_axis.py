@@ -51,7 +51,6 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
 
 
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
-    """Warns of leave-one-out baselines over lanes that have data of their own, of choices that a cost follows."""
     mixed = marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes)
     charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST) if mixed else set()
     name = next((name for name in mixed if name in charged), None)

@@ -143,7 +143,6 @@ def multilevel(
 
 
 def _real(tree):
-    """The dtype of lengths: the widest of the gradients' real ones, float32 at least."""
     return functools.reduce(
         np.promote_types, [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)], np.dtype("float32")
     )

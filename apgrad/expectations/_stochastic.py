@@ -148,7 +148,6 @@ def sample(
 
 
 def _charge(tape, x, charges, guard, mapped, inputs, what, parts, mask):
-    """Charges later costs to the choice x, less baselines of the inputs (`mapped` as in `evaluate`)."""
     by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
     for zero, baseline in charges:
         b = baselines.evaluate(baseline, mapped, inputs)

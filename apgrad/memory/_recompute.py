@@ -140,7 +140,6 @@ class _Stretch:
         return jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, {*stays, *self.always, *self.inputs})
 
     def _bytes(self, eqn: Any) -> int:
-        """The bytes of an equation's outputs that wait for their message: of coefficients."""
         return sum(self.bytes(v, False) for v in eqn.outvars if v in self.coefficients)
 
     def _cut(self, stays: set[Any], groups: int) -> set[Any]:

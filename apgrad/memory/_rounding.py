@@ -124,7 +124,6 @@ def as_rows(x: jax.Array, group: int) -> jax.Array:
 
 
 def from_rows(rows: jax.Array, like: Any) -> jax.Array:
-    """The array that `as_rows` made groups of, in its shape and dtype, without what filled the last group."""
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
 
 

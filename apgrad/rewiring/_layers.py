@@ -123,7 +123,6 @@ def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagat
 
 
 def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array]) -> Propagator:
-    """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative."""
     change = lambda message: message if message.dtype == jax.dtypes.float0 else transform(message)
     changed = Propagator(lambda y: (y, None), lambda _, message: (jax.tree.map(change, message),))
     return chain(backpropagation(site.function), changed)

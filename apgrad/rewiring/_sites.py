@@ -153,7 +153,6 @@ class Planner:
         return taken or self._open(step, inside, facts, around)
 
     def _open(self, step, inside, facts, around) -> PlanStep:
-        """The step, with the plans of the programs inside if the rule takes a site there."""
         before, name = len(self.taken), step.eqn.primitive.name
         if inside is None:
             if any(_has_product(program) for program in jaxprs.inside_of(step.eqn)):
@@ -272,7 +271,6 @@ def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
 
 
 def _kind_and_label(eqn, inside, facts) -> tuple[SiteKind | None, str]:
-    """What an equation is to a rule; no kind if it is no site."""
     name = eqn.primitive.name
     if inside is not None:
         called = inside.kind in ("call", "custom")

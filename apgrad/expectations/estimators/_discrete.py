@@ -87,7 +87,6 @@ def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
 
 
 def relaxed_mean(what: str, distribution: Any) -> jax.Array:
-    """The mean of the outcomes that `relaxable` makes: the probabilities, where choices are categorical."""
     distributions.require_density(what, distribution)
     one, shape = base(distributions.widened(distribution)), shape_of_a_sample(distribution)
     with standard_promotion():

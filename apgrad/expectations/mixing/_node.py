@@ -198,7 +198,6 @@ def _mixer_node(mixer, forward, backward, **options):
 
 
 def _require_mixer(mixer, what, tape, *, by_coordinates):
-    """Whether the program runs under `ap.adaptive`; raises an error for a mixer that cannot be mixed here."""
     given = mixer.weights
     if not (
         isinstance(given, Weights)

@@ -282,7 +282,6 @@ class _NormalizedElementwise(nnx.Module):
 
 
 def _averaged(update: jax.Array, beta: jax.Array, state: dict[str, Any]) -> dict[str, Any]:
-    """The new average of updates, and what tells signal from noise in it."""
     average = beta * state["average"] + (1 - beta) * update
     cosine = jnp.mean(update / _size(update) * (state["average"] / _size(state["average"])))
     signal = jnp.stack([_size(average) / (_size(update) + _size(average)), cosine])
