@@ -22,7 +22,7 @@ def run(program, devices, processes=1):
     """The last line that each process prints which runs the program, after `BEGIN`, on its share of the devices."""
     # XLA ends a process in which a device waits 40 seconds for another's collective, as it does on a busy machine.
     flags = (
-        f"--xla_force_host_platform_device_count={devices // processes} "
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices // processes} "
         "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
