@@ -1,6 +1,7 @@
 """What a newcomer meets first: figures where pyplot finds them, tables that fit, messages that name what is missing."""
 
 import inspect
+import re
 import sys
 
 import jax
@@ -38,7 +39,8 @@ def test_a_figure_is_pyplots_where_pyplot_is_loaded(tmp_path):
 def test_a_report_names_what_is_kept_and_has_no_ratio_to_nothing():
     shapes = jnp.ones((64, 64)), jnp.ones((32, 64))
     report = ap.memory_report(loss, *shapes, variants={"checkpoint": jax.checkpoint(loss)})
-    assert "hidden/tanh" in str(report) and "float32[32, 64]  test_pictures.py:" in str(report)
+    # JAX 0.12 keeps the derivative of tanh, before it the value.
+    assert re.search(r"hidden/(tanh|one_minus_square)  float32\[32, 64\]  test_pictures\.py:", str(report))
     assert report.rows["checkpoint"].residual_bytes == 0
     row = next(line for line in str(report).splitlines() if line.startswith("checkpoint"))
     assert "-" in row and "e+" not in row and len(row) < 60
