@@ -21,7 +21,7 @@ INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
 # A notebook should take less than 90 seconds on two cores. The bound is on a single cell and generous: it ends what
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300
-# Those that compile many programs and compute little; the others compute for longer than they compile.
+# These notebooks compile many programs and compute little; the others compute for longer than they compile.
 COMPILED_QUICKLY = ("01_monte_carlo_gradients", "02_total_propagation_and_chaos")
 
 
@@ -51,7 +51,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     # The kernel imports this checkout, and has no word on frozen modules to say to debuggers.
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    if path.stem not in COMPILED_QUICKLY:  # then as a reader's kernel compiles
+    if path.stem not in COMPILED_QUICKLY:  # The others are compiled as a reader's kernel compiles them.
         for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))

@@ -51,8 +51,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         what is differentiated.
 
     Raises:
-      TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, if what is differentiated is not
-        among the inputs, and in forward mode.
+      TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, if a derivative is asked for of an
+        array that `forward` closes over, and in forward mode.
       ValueError: at trace time, for messages that do not match the inputs, an output without floating-point arrays, or
         a `forward` that changes its inputs in place.
 

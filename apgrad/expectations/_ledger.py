@@ -31,7 +31,10 @@ class TapePlan(NamedTuple):
 
 
 class Ledger:
-    """What one trace knows: which tape is current and what nodes ask for. The second trace's ledger has the first's."""
+    """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for.
+
+    The second trace gets the ledger of the first one.
+    """
 
     def __init__(self, first: "Ledger | None" = None):
         self.first, self.collecting = first, first is None

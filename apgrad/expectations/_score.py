@@ -58,7 +58,8 @@ def score(
         distribution's batch shape, in float32 or wider; a constant to differentiation.
       baseline: as for `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
       parts: the second batch axis numbers independent parts, as in `sample`.
-      mask: Booleans of (lanes,), up to the batch shape: (lanes, tokens) for sentences. Where False, nothing was chosen.
+      mask: Booleans of (lanes,), up to the batch shape: (lanes, tokens) for sentences of different lengths. Where it is
+        False nothing was chosen.
 
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a

@@ -119,7 +119,11 @@ def compare(
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
-    Gradients that keep a state, as of `ap.adaptive` and `ap.multilevel`, are no objectives: judge them by training.
+    Estimates are computed one after the other, by a compiled `lax.map`; objectives take turns, a chunk each, and the
+    seconds are the median over rounds of a chunk's time, per estimate, without compiling.
+
+    A gradient that keeps a state from call to call, as `ap.adaptive` and `ap.multilevel` do, is no such objective:
+    judge it by training.
 
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.

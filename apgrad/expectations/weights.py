@@ -78,9 +78,10 @@ def inverse_variance() -> Weights:
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
+      >>> rule = ap.weights.inverse_variance().message.rule
       >>> gradients = jnp.array([[[1.0], [-1.0]], [[2.0], [-2.0]]])       # 2 estimators, 2 lanes, 1 feature
-      >>> ap.weights.inverse_variance().message.rule(gradients, jnp.zeros((2, 1)))
-      Array([0.8, 0.2], dtype=float32)
+      >>> [round(float(w), 3) for w in rule(gradients, jnp.zeros((2, 1)))]
+      [0.8, 0.2]
     """
     return Weights(Weighting(_inverse_variance))
 

@@ -1,6 +1,7 @@
 """Max-pooling that remembers places in windows, in place of its input.
 
-JAX's max-pooling keeps its input exactly, which enters the reverse pass nonlinearly. A byte a window is enough.
+The input of JAX's max-pooling does not enter the reverse pass linearly, and so is kept exactly. The place of each
+window's largest entry, a byte, is enough.
 """
 
 import math

@@ -322,6 +322,8 @@ def projection(fraction: float) -> Projection:
 def heavy(fraction: float) -> Heavy:
     """Keeps the largest entries exactly, half of all that it keeps, and samples the others (winner-take-all, WTA-CRS).
 
+    Their places are stored, as they cannot be drawn again.
+
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1].
     """

@@ -152,7 +152,7 @@ def train(
     log: Log | None = None,
     progress: bool = True,
 ) -> Training:
-    """Meta-trains, and goes on with a run that was begun in the folder; the `theta` of what it returns is trained.
+    """Meta-trains, and goes on with a run that was begun in the folder.
 
     A run is known by its version, key and theta at the start, which the folder's file `run` holds. The folder of
     another run is refused, and so is a folder in which a process is training. The version stands for your code, the
@@ -171,6 +171,9 @@ def train(
       log: `(step, metrics)`, called after each jitted call with the means of "loss" and "gradient_norm", and
         "skipped", such as `tensorboard(folder)`.
       progress: whether to show a tqdm bar.
+
+    Returns:
+      The state of the loop; `.theta` is what was trained.
 
     Raises:
       FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps had to be skipped.

@@ -25,7 +25,8 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
     Args:
       key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of outputs if not given.
-      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      where: the layers to whose inputs the message is sent, see `ap.rewiring.Where`; all dense layers and convolutions
+        if not given.
 
     Returns:
       A rule with parameters, for each layer an array (outputs, ...) that ends in the axes of the layer's input without

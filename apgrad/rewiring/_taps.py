@@ -2,7 +2,8 @@
 
 A tap is a JAX primitive, the identity. Its tangent goes through a second primitive, linear, which remembers the value,
 and whose transpose puts a third one on the cotangent, the *marker*. So the program of a gradient holds one marker for
-each message, wherever JAX has moved it. `with_taps` finds the markers, and makes what they see an output.
+each message, wherever JAX has moved it. `with_taps` finds the markers, and makes what they see an output. Without
+`with_taps` all three do nothing.
 """
 
 import contextvars

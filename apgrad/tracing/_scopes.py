@@ -60,6 +60,7 @@ def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[
 
 
 def _with_residual_adds(loss: Loss) -> list[str]:
+    """The names of the scopes that hold a residual add, in the order of the program."""
     parameters = {v: None for v, active in zip(loss.program.jaxpr.invars, loss.active, strict=True) if active}
     return list(dict.fromkeys(_holding(loss.program, parameters, "")))
 

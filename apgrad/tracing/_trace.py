@@ -32,11 +32,19 @@ def trace_gradients(f: Callable[..., Any], *, argnums: int | Sequence[int] = 0) 
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> loss = lambda params, x: jnp.sum(jax.named_scope("hidden")(jnp.tanh)(x @ params["w"]))
-      >>> w = jnp.array([[1.0, 0.5], [0.2, -1.0]])
-      >>> trace = ap.trace_gradients(loss)({"w": w}, jnp.array([1.0, 2.0]))
-      >>> [(step.scope, step.primitive, round(step.weight, 2)) for step in trace.path("w", (0, 1))]
-      [('', 'dot_general', 1.0), ('hidden', 'tanh', 0.18), ('', 'reduce_sum', 1.0)]
+      >>> def loss(params, x):
+      ...     with jax.named_scope("hidden"):
+      ...         h = jnp.tanh(x @ params["w"])
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(h * params["v"])
+      >>> params = {"w": jnp.array([[1.0, 0.5], [0.2, -1.0]]), "v": jnp.array([1.0, -2.0])}
+      >>> trace = ap.trace_gradients(loss)(params, jnp.array([1.0, 2.0]))
+      >>> for step in trace.path("w", (0, 1)):
+      ...     print(step.scope, step.primitive, step.index, f"{step.weight:.2f}")
+      hidden dot_general (1,) 1.00
+      hidden tanh (1,) 0.18
+      head mul (1,) -2.00
+      head reduce_sum () 1.00
     """
     try:
         compiled = _OF_FUNCTION.setdefault(f, Compiled())

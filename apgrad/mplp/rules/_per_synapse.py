@@ -8,7 +8,8 @@ synapse's update, and a network g makes its message; the node's message is the m
 
 A bias sees [m, b, z], where z is the bias's input, and goes first: the weights see the bias's message. Activations see
 [m, z], the softmax sees [m, z, z - max z, exp(z - max z), the sum of these], and losses see their features alone. The
-*state* c is kept between inner steps, for each synapse and each example's slot in the minibatch. Two kinds of networks:
+*state* c is kept from one inner step to the next, for each synapse and each example's slot in the minibatch. Published
+are two kinds of networks:
 
     stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
