@@ -8,6 +8,7 @@ import pytest
 
 import apgrad as ap
 from apgrad._ground.keys import require_key
+from apgrad._ground.norms import rescaled
 from apgrad._ground.primitives import refuse_batching, refuse_message
 from tests.refusals import refused
 
@@ -19,6 +20,32 @@ def test_zero_with_gradient_is_zero_where_its_argument_is_not_finite_and_no_inte
     value, derivative = jax.jvp(ap.zero_with_gradient, (x,), (jnp.ones(3),))
     assert not value.any() and (derivative == 1).all()
     refused(TypeError, "got dtype int32, which has no gradient", ap.zero_with_gradient, 3)
+
+
+def a_program_of_leaves(tape, leaves, factor=4.0):
+    lanes = jax.tree.map(lambda x: x * jnp.ones((tape.lanes, 4)), leaves)
+    tape, clipped = ap.clip_lanes(tape, lanes, factor)
+    return tape.cost(sum(jnp.sum(x**3, axis=1) for x in clipped))
+
+
+def of_levels(leaves):
+    estimator = ap.multilevel(ap.value_and_grad(a_program_of_leaves, lanes=20))
+    key = jax.random.key(0)
+    return estimator.value_and_grad(key, estimator.init(key, leaves), leaves)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda leaves: rescaled(leaves, 1.0, shorten=True),
+        lambda leaves: ap.grad(a_program_of_leaves, lanes=20)(jax.random.key(0), leaves),
+        of_levels,
+    ],
+    ids=["rescaled", "clip_lanes", "multilevel"],
+)
+def test_a_compiled_program_is_as_long_as_its_leaves_are_many(function):
+    few, many = (len(jax.jit(function).lower([jnp.ones(4)] * n).compile().as_text().splitlines()) for n in (5, 50))
+    assert many < 12 * few
 
 
 def in_scan(f):

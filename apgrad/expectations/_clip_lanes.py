@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._ground.arguments import meets
+from apgrad._ground.norms import largest
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _channels as channels
@@ -103,9 +104,9 @@ def _backward(memory, message):
     living, log_factor, folds = memory
     shape, leaves = living.shape, [m for m in jax.tree.leaves(message) if is_inexact(m)]
     sizes = [jnp.abs(m).astype(log_factor.dtype).reshape(*shape, -1) for m in leaves]
-    largest = jnp.stack([jnp.max(size, -1, initial=0) for size in sizes]).max(0)
-    infinite, usable = jnp.isinf(largest), jnp.isfinite(largest) & (largest > 0)
-    scale = jnp.where(usable, largest, 1)
+    size = largest([jnp.max(size, -1, initial=0) for size in sizes])
+    infinite, usable = jnp.isinf(size), jnp.isfinite(size) & (size > 0)
+    scale = jnp.where(usable, size, 1)
 
     def direction(m):
         m = m.astype(np.promote_types(m.dtype, log_factor.dtype))
@@ -125,7 +126,7 @@ def _backward(memory, message):
             return None
         return jnp.where(over(cut, m.ndim), (direction(m) * over(jnp.exp(limit - half), m.ndim)).astype(m.dtype), m)
 
-    counts = jnp.stack([cut.sum(), (~jnp.isfinite(largest)).sum()])
+    counts = jnp.stack([cut.sum(), (~jnp.isfinite(size)).sum()])
     return jax.tree.map(answer, message), counts, None, None, None
 
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.norms import largest
 from apgrad.expectations._adaptive import Adaptive, require_state
 from apgrad.expectations._lanes import over
 
@@ -100,13 +101,13 @@ def multilevel(
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
         found = jax.tree.map(lambda x: x[1:] - x[:-1], gradients)
         sizes = [jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]
-        largest = jnp.stack([size.astype(_real(found)) for size in sizes]).max(0)
-        usable = jnp.isfinite(largest) & (largest > 0)
-        scale = jnp.where(usable, largest, 1)
+        size = largest([size.astype(_real(found)) for size in sizes])
+        usable = jnp.isfinite(size) & (size > 0)
+        scale = jnp.where(usable, size, 1)
         unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim).astype(x.dtype), 0)
         scaled = jax.tree.map(unit, found)
         length = jnp.where(usable, jnp.log(scale) + jnp.log(jnp.where(usable, _dot(scaled, scaled), 1)) / 2, -jnp.inf)
-        return value, first, scaled, length, ~jnp.isfinite(largest), jnp.log(scale)
+        return value, first, scaled, length, ~jnp.isfinite(size), jnp.log(scale)
 
     def advance(state, scaled, length, lost, log_scale):
         """The differences, none longer than the typical one, and the next state."""
