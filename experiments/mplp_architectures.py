@@ -1,7 +1,7 @@
 """The normalized rule in a small ConvNet and in recurrent networks, before and after training, beside tuned optimizers.
 
     python -m experiments.mplp_architectures                                    # gated units on digits, two minutes
-    APGRAD_DATA=... python -m experiments.mplp_architectures --preset paper     # all on MNIST, some hours of one core
+    APGRAD_DATA=... python -m experiments.mplp_architectures --preset paper     # all on MNIST, ten minutes of one core
 
 No paper has this study. "ConvNet" is two convolutions of 3x3 with 8 and 16 channels, each with relu and max-pooling,
 and a dense layer. "RNN" is Elman's network of 32 units, "GRU" one of gated units (Cho et al., 2014), that read an image
