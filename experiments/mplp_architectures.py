@@ -122,7 +122,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             style = "s--" if method in OPTIMIZERS else "o-"
             ax.errorbar(x, y, error, fmt=style, label=method)
         ax.set(xscale="log", xlabel="updates", ylabel="test accuracy, %", title=network)
-        ax.legend()
+        ax.set_xticks(config.horizons, map(str, config.horizons))
+        ax.minorticks_off()
+    axes.flat[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figures = {
         f"{r['network']}, {r['updates']} updates, {r['method']}": {
             k: r[k] for k in ("accuracy", "accuracy_se", "ahead")
