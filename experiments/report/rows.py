@@ -147,6 +147,20 @@ def rule_in_settings(results) -> Rows:
     return rows
 
 
+def rule_in_architectures(results) -> Rows:
+    ahead = "ahead by (95 %)"
+    rows = [["network", "updates", "best optimizer", "untrained rule", ahead, "trained rule", ahead]]
+    found = {(r["network"], r["updates"], r["method"]): r for r in results["rows"]}
+    for network, updates in dict.fromkeys(key[:2] for key in found):
+        best = found[network, updates, found[network, updates, "trained"]["best"]]
+        row = [network, str(updates), f"{best['method']} {_figure(best, 'accuracy')}"]
+        for method in ("untrained", "trained"):
+            mine = found[network, updates, method]
+            row += [_figure(mine, "accuracy"), "{ahead:.1f} ({ahead_low:.1f} to {ahead_high:.1f})".format(**mine)]
+        rows.append(row)
+    return rows
+
+
 def outer_gradients(results) -> Rows:
     found = {(r["estimator"], r["theta"]): r for r in results["rows"] if r["T"] == 40}
     rows = [["outer gradient", "variance, tame", "bias", "variance, chaotic", "bias"]]
