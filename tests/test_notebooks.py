@@ -22,7 +22,12 @@ INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300
 # These notebooks compile many programs and compute little; the others compute for longer than they compile.
-COMPILED_QUICKLY = ("01_monte_carlo_gradients", "02_total_propagation_and_chaos")
+COMPILED_QUICKLY = (
+    "01_monte_carlo_gradients",
+    "02_total_propagation_and_chaos",
+    "04_randomized_memory",
+    "07_train_a_policy_and_a_vae",
+)
 
 
 def test_there_are_notebooks():
