@@ -21,7 +21,7 @@ INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
 # A notebook should take less than 90 seconds on two cores. The bound is on a single cell and generous: it ends what
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300
-# These notebooks compile many programs and compute little; the others compute for longer than they compile.
+# These notebooks take less time in all where they are compiled quickly, as they compile much and compute little.
 COMPILED_QUICKLY = (
     "01_monte_carlo_gradients",
     "02_total_propagation_and_chaos",

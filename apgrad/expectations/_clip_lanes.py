@@ -104,7 +104,7 @@ def _backward(memory, message):
     living, log_factor, folds = memory
     shape, leaves = living.shape, [m for m in jax.tree.leaves(message) if is_inexact(m)]
     sizes = [jnp.abs(m).astype(log_factor.dtype).reshape(*shape, -1) for m in leaves]
-    size = largest([jnp.max(size, -1, initial=0) for size in sizes])
+    size = largest([jnp.max(x, -1, initial=0) for x in sizes])
     infinite, usable = jnp.isinf(size), jnp.isfinite(size) & (size > 0)
     scale = jnp.where(usable, size, 1)
 

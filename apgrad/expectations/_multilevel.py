@@ -101,7 +101,7 @@ def multilevel(
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
         found = jax.tree.map(lambda x: x[1:] - x[:-1], gradients)
         sizes = [jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]
-        size = largest([size.astype(_real(found)) for size in sizes])
+        size = largest([x.astype(_real(found)) for x in sizes])
         usable = jnp.isfinite(size) & (size > 0)
         scale = jnp.where(usable, size, 1)
         unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim).astype(x.dtype), 0)
