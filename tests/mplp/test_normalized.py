@@ -219,6 +219,29 @@ def test_corrections_fade_with_the_examples_seen(x64):
     np.testing.assert_allclose(first / later, 1 + 250 * 6 / 1000, rtol=1e-9)
 
 
+@pytest.mark.parametrize(("settle", "left"), [(None, [1, 1, 1]), (20, [1, 1 / 2, 1 / 100])])
+def test_what_a_controllers_network_says_fades_in_a_rule_that_is_made_so(x64, settle, left):
+    """Its network says .3, so the logarithm of a step's length is .3 times what is left of that above its constant."""
+    network, params, (x, y), rule = made(settle=settle)
+    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
+    controller = rule.places["dense_in"].controller
+    controller.network.kernels[-1][...] *= 0.0
+    controller.network.biases[-1][...] += 0.3
+    kernel, bias = (params["dense_in"][name] for name in ("kernel", "bias"))
+    message = jax.random.normal(jax.random.key(2), (6, 5, 3), float)
+    question = mplp.Dense(message, message[..., 0], x, x @ kernel + bias, weight=kernel, bias=bias)
+
+    @jax.jit
+    def log_lengths(rule, times):
+        steps = [rule.at(site)(site, question, rule.init(site) | {"count": t}).update for t in times]
+        return jnp.stack([jnp.log(jnp.linalg.norm(step)) for step in steps])
+
+    times = [jnp.asarray(t, float) for t in (0, 20, 1980)]
+    constant = log_lengths(rule, times)
+    controller.gain[...] += 1.0
+    np.testing.assert_allclose((log_lengths(rule, times) - constant) / 0.3, left, rtol=1e-9)
+
+
 def test_steps_get_shorter_until_the_horizon(tmp_path):
     network, params, data, rule = made(message_size=0)
 

@@ -23,7 +23,8 @@ g / (1 + t B / 1000) after t minibatches of B examples.
 *Controllers.* l, l', beta, the whitening's lambda and epsilon, and the part g of the corrections are made anew for each
 step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for each role without parameters). It sees the
 fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
-signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it.
+signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it. With `settle` s, 1 / (1 + t / s)
+of what the network says is left at step t; what it is added to is constant, and learned too.
 
 *Shared parameters.* Of a parameter that is used in many steps or at many positions (`mplp.shared`, a bias, a scale, the
 table of an embedding) the uses' U add up, and the average, its direction and its length are those of the sum.
@@ -32,7 +33,7 @@ table of an embedding) the uses' U add up, and the average, its direction and it
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +67,8 @@ class Normalized(MadeForSites):
       whiten: whether dense layers whiten their inputs.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
       window: the number of rows of a window, about.
+      settle: after how many steps half of what a controller's network says is left; None for all of it, at every step.
+        Give it where a rule is trained through few steps, and used for more: what it says then is unseen in training.
       rngs: the source of keys for the networks.
 
     Example:
@@ -91,6 +94,7 @@ class Normalized(MadeForSites):
         whiten: bool = True,
         full: int = 512,
         window: int = 64,
+        settle: int | None = None,
         rngs: nnx.Rngs,
     ):
         sizes = {"message_size": message_size, "full": full, "window": window}
@@ -98,26 +102,29 @@ class Normalized(MadeForSites):
         require_sizes(0, **sizes)
         require_sizes(1, **networks)
         require_one_of((False, True), whiten=whiten)
-        self.remember(sites, **sizes, **networks, whiten=whiten)
+        if settle is not None:
+            require_sizes(1, settle=settle)
+        self.remember(sites, **sizes, **networks, whiten=whiten, settle=settle)
         self.message_size = max(message_size, 1)
         self.whitens, self.full, self.window = whiten, full, window
         self.horizon, self.told = Fixed(jnp.zeros((), float)), False
         self.places = nnx.Dict({})
+        control = lambda names: _Controller(names, hidden, settle, rngs)
         for key, site in first_sites(sites, role).items():
             if site.family == "dense":
-                self.places[key] = _NormalizedDense(message_size, rank, hidden, whiten, site.shared, rngs)
+                self.places[key] = _NormalizedDense(message_size, rank, hidden, whiten, site.shared, control, rngs)
             elif site.family == "diagonal":
                 if site.kind == "embedding" and not site.shared:
                     raise ValueError(
                         f"the embedding {site.name!r} of a normalized rule takes its table through mplp.shared, as "
                         "that of mplp.from_nnx does: a step is normalized for the table, not for rows looked up"
                     )
-                self.places[key] = _NormalizedDiagonal(hidden, site.shared, rngs)
+                self.places[key] = _NormalizedDiagonal(site.shared, control)
             elif site.family == "shared":
-                self.places[key] = _NormalizedShared(hidden, len(site.shape) > 1, rngs)
+                self.places[key] = _NormalizedShared(len(site.shape) > 1, control)
             else:
                 features = len(site.features) + (0 if site.begins else message_size)
-                self.places[key] = _NormalizedElementwise(features, message_size, hidden, rngs)
+                self.places[key] = _NormalizedElementwise(features, message_size, hidden, control, rngs)
 
     def for_steps(self, steps: int | jax.Array) -> "Normalized":
         """The rule for so many updates, over which its steps get shorter.
@@ -167,8 +174,8 @@ def _squash(x: jax.Array) -> jax.Array:
 class _Controller(nnx.Module):
     """Makes the numbers of a step; at first they are those of `CONTROLS`."""
 
-    def __init__(self, hidden: int, rngs: nnx.Rngs, controls: Sequence[str]):
-        self.controls = tuple(controls)
+    def __init__(self, controls: Sequence[str], hidden: int, settle: int | None, rngs: nnx.Rngs):
+        self.controls, self.settle = tuple(controls), settle
         self.network = Mlp([SEEN, hidden, len(controls)], jnp.tanh, rngs=rngs, initializer=NORMAL)
         self.base = nnx.Param(jnp.array([CONTROLS[name] for name in controls], float))
         self.gain = nnx.Param(jnp.zeros(len(controls), float))
@@ -181,7 +188,8 @@ class _Controller(nnx.Module):
         sizes = jnp.stack([jnp.where(horizon > 0, horizon, 1000.0), *map(float, (site.batch, inputs, outputs))])
         scale = jnp.log(_size(jnp.asarray(weight, float)) * inputs**0.5 + 1e-3)
         seen = [fraction[None], (t[None] + 1) ** -0.5, jnp.log(sizes) / 5, scale[None], state["signal"]]
-        made = self.base[...] + self.gain[...] * self.network(jnp.concatenate(seen))
+        part = self.gain[...] if self.settle is None else self.gain[...] / (1 + t / self.settle)
+        made = self.base[...] + part * self.network(jnp.concatenate(seen))
         found: dict[str, Any] = dict(zip(self.controls, made, strict=True))
         if "correct" in found:
             found["correct"] = jnp.exp(found["correct"]) / (1 + t * site.batch / FADES)
@@ -194,16 +202,21 @@ class _Controller(nnx.Module):
         return found
 
 
+Control = Callable[[Sequence[str]], _Controller]  # makes the controller of these numbers
+
+
 class _NormalizedDense(nnx.Module):
     """The local rule of a dense node. With messages of size 0 it sees the gradient alone."""
 
-    def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, shared: bool, rngs: nnx.Rngs):
+    def __init__(
+        self, message_size: int, rank: int, hidden: int, whiten: bool, shared: bool, control: Control, rngs: nnx.Rngs
+    ):
         made = lambda seen, out, gain: Corrected(seen, hidden, out, gain, rngs) if message_size else uncorrected
         self.A = made(message_size, rank, (0.0, 0.0))
         self.B = made(1 + whiten, rank, (0.0, 1.0))
         self.U = made(message_size, message_size, (0.0, 1.0))
         self.bias = made(message_size, 1, (0.0, 0.0))
-        self.controller = _Controller(hidden, rngs, (*(STEP if not shared else ()), *WHITEN, *CORRECT))
+        self.controller = control((*(STEP if not shared else ()), *WHITEN, *CORRECT))
 
     def __call__(self, site: Site, question: Dense, state: dict[str, Any], horizon: jax.Array) -> Answer:
         m, x, new = question.message, question.inputs, dict(state)
@@ -231,8 +244,8 @@ class _NormalizedDense(nnx.Module):
 class _NormalizedDiagonal(nnx.Module):
     """The local rule of a bias or a scale: an averaged and normalized gradient step, and the exact message."""
 
-    def __init__(self, hidden: int, shared: bool, rngs: nnx.Rngs):
-        self.controller: Any = nnx.data(None) if shared else _Controller(hidden, rngs, STEP)
+    def __init__(self, shared: bool, control: Control):
+        self.controller: Any = nnx.data(None) if shared else control(STEP)
 
     def __call__(self, site: Site, question: Diagonal, state: dict[str, Any], horizon: jax.Array) -> Answer:
         update = question.message[..., 0] * question.slope
@@ -251,9 +264,9 @@ class _NormalizedDiagonal(nnx.Module):
 class _NormalizedShared(nnx.Module):
     """The local rule of a shared parameter: a matrix has the step of a dense node's weight, others that of its bias."""
 
-    def __init__(self, hidden: int, matrix: bool, rngs: nnx.Rngs):
+    def __init__(self, matrix: bool, control: Control):
         self.matrix = matrix
-        self.controller = _Controller(hidden, rngs, STEP)
+        self.controller = control(STEP)
 
     def __call__(self, site: Site, question: Shared, state: dict[str, Any], horizon: jax.Array) -> Answer:
         control = self.controller(site, state, horizon, question.parameter)
@@ -263,11 +276,11 @@ class _NormalizedShared(nnx.Module):
 
 
 class _NormalizedElementwise(nnx.Module):
-    def __init__(self, features: int, message_size: int, hidden: int, rngs: nnx.Rngs):
+    def __init__(self, features: int, message_size: int, hidden: int, control: Control, rngs: nnx.Rngs):
         self.controller: Any = nnx.data(None)
         if message_size:
             self.G = Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
-            self.controller = _Controller(hidden, rngs, CORRECT)
+            self.controller = control(CORRECT)
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any], horizon: jax.Array) -> Answer:
         new = state | {"count": state["count"] + 1}
