@@ -5,8 +5,7 @@
 
 No paper has this study. Each rule lacks one part from the start: "gradient alone" has no messages but the gradient's,
 and so no corrections; "one number" has messages of one number; "no whitening" multiplies by the inputs as they are; "no
-averages" forgets the last update. "settling" has all parts: what its controllers' networks say fades, with half of it
-left after 20 updates. All are trained for the same outer steps, with the same keys, on those members of the
+averages" forgets the last update. All are trained for the same outer steps, with the same keys, on those members of the
 family of `experiments.meta_train` that make 20 updates, and judged on settings of `experiments.mplp_settings`, in
 networks that have a derivative, before and after training. The rule that comes with apgrad was trained for ten times as
 long.
@@ -35,7 +34,6 @@ RULES: dict[str, dict[str, Any]] = {
     "one number": {"message_size": 1},
     "no whitening": {"whiten": False},
     "no averages": {},
-    "settling": {"settle": 20},
 }
 
 
