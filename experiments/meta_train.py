@@ -10,7 +10,8 @@
     python -m experiments.meta_train convnets --steps 900 --out runs/convnets
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
-to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps.
+to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps;
+the one that comes with the package went on with `--start` for 5,000 and for 3,000 steps more.
 
 `images` trains a normalized rule on a family of networks, for the number of updates that it is told. The one that comes
 with the package was trained for 2,400 outer steps on twelve networks of at most 300 updates, before its controllers had
