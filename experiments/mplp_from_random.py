@@ -1,4 +1,4 @@
-"""The published learned rule, meta-trained here from a random start, without a gradient in it (MPLP, Fig. 2, Table 1).
+"""The published learned rule, meta-trained here from a random start (MPLP, Fig. 2, Table 1).
 
     python -m experiments.mplp_from_random                   # under two minutes: 30 outer steps on sinusoids
     python -m experiments.mplp_from_random --preset paper    # five to seven hours of one core; MNIST needs APGRAD_DATA
@@ -18,6 +18,7 @@ its norm, and Adam does the rest. The settings of the published code are:
 
 With `--objective held-out` the weights are .3 and .7, and held-out data are 64 points of a grid or 64 images. With
 `weight` or `data` one of the two is as there, and the other as published; `experiments.mplp_objective` compares all.
+With `--gradient` the rule also sees the true gradient beside each message, the hybrid of the paper's section 5.
 
 Given is half the squared error over the domain, and the accuracy on 100 test images a run, before and after each inner
 step; of the rule, of the published checkpoint (where it is at hand, see `experiments.mplp_published`), and of Adam and

@@ -24,7 +24,7 @@ g / (1 + t B / 1000) after t minibatches of B examples.
 step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for each role without parameters). It sees the
 fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
 signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it. With `settle` s, 1 / (1 + t / s)
-of what the network says is left at step t; what it is added to is constant, and learned too.
+of what the network says is left at step t. It is added to a constant, which is learned, too.
 
 *Shared parameters.* Of a parameter that is used in many steps or at many positions (`mplp.shared`, a bias, a scale, the
 table of an embedding) the uses' U add up, and the average, its direction and its length are those of the sum.
@@ -68,7 +68,7 @@ class Normalized(MadeForSites):
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
       window: the number of rows of a window, about.
       settle: after how many steps half of what a controller's network says is left; None for all of it, at every step.
-        Give it where a rule is trained through few steps, and used for more: what it says then is unseen in training.
+        The trained rule `sequences` is better with it after 100 updates, and `images` neither better nor worse.
       rngs: the source of keys for the networks.
 
     Example:
@@ -202,7 +202,8 @@ class _Controller(nnx.Module):
         return found
 
 
-Control = Callable[[Sequence[str]], _Controller]  # makes the controller of these numbers
+Control = Callable[[Sequence[str]], _Controller]
+"""Makes a controller of the numbers with these names."""
 
 
 class _NormalizedDense(nnx.Module):
