@@ -35,13 +35,13 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
-from experiments.parts import architectures, meta_curves
+from experiments.parts import architectures, meta_curves, regression
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
     "image_mlp": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
 }
-FAMILIES = ("images", "sequences", "convnets")
+FAMILIES = ("images", "sequences", "convnets", "regression")
 OPTIONS |= {name: {"full": 512} for name in FAMILIES}
 OPTIONS["sequences"]["settle"] = 20
 ABOUT = {
@@ -120,6 +120,20 @@ CONVNETS = [  # images and side, options of `architectures.convnet`, minibatch, 
     ("digits", None, {}, 8, 100),
     ("mnist", 12, {"channels": (4, 8)}, 16, 100),
 ]
+REGRESSIONS = [  # inputs, outputs, hidden widths, activation, minibatch, deviation of the prior, updates
+    (4, 1, (50,), jax.nn.sigmoid, 8, 0.05, 20),
+    (16, 1, (64, 64), jax.nn.relu, 32, None, 20),
+    (32, 8, (100,), jax.nn.gelu, 32, None, 20),
+    (8, 1, (40, 40, 40), jnp.tanh, 16, 0.05, 20),
+    (16, 3, (32,), jax.nn.relu, 4, None, 20),
+    (8, 1, (30, 30, 30, 30), jnp.tanh, 64, 0.05, 50),
+    (10, 1, (50,), jax.nn.relu, 16, None, 100),
+    (4, 1, (40, 40), jax.nn.sigmoid, 16, 0.05, 100),
+    (32, 8, (64,), jax.nn.relu, 32, None, 100),
+    (16, 1, (64, 64), jax.nn.gelu, 16, None, 100),
+    (8, 2, (32,), jnp.tanh, 8, 0.05, 300),
+    (16, 1, (40, 20), jax.nn.relu, 32, None, 300),
+]
 LAYERED = {"sequences": (architectures.recurrent, SEQUENCES), "convnets": (architectures.convnet, CONVNETS)}
 DRAWN = 3  # members of the family in an outer step
 ABOUT["images"] = {
@@ -164,6 +178,18 @@ ABOUT["convnets"] = {
 }
 
 
+ABOUT["regression"] = {
+    "data": "random teachers of 4 to 32 inputs and 1 to 8 outputs, standardized, with noise",
+    "standardized": True,
+    "architecture": f"{DRAWN} a step, drawn of {len(REGRESSIONS)} MLPs; squared error; told the number of updates",
+    "activations": ["sigmoid", "tanh", "relu", "gelu"],
+    "minibatches": [4, 64],
+    "updates": 300,
+    "depths": [1, 4],
+    "widths": [20, 100],
+}
+
+
 class Part(NamedTuple):
     """A task, how many of it are in an outer batch, and the steps of its unrolls."""
 
@@ -197,6 +223,11 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
 
 def members(name: str, images: tuple[str, ...] = ("digits", "mnist", "cifar10")) -> list[tuple[meta.Task, int]]:
     """The tasks of a family that are of some images, each with the number of its updates."""
+    if name == "regression":
+        return [
+            (regression.teachers(i, o, hidden=hidden, activation=f, batch=batch, deviation=deviation), length)
+            for i, o, hidden, f, batch, deviation, length in REGRESSIONS
+        ]
     load = functools.cache(lambda name, side: meta.data.load(name, size=side))
     if name in LAYERED:
         make, networks = LAYERED[name]
@@ -289,6 +320,11 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
     if name == "sinusoid":
         task = meta.sinusoid()
         cases = {"sinusoid": (task, task.loss, 1.0)}
+    elif name == "regression":
+        cases = {}
+        for data in regression.SETS:
+            task = regression.task(data, hidden=(64,), activation=jax.nn.relu, batch=16, deviation=None)
+            cases[f"{data}, explained"] = task, functools.partial(regression.explained, task), 100.0
     elif name in LAYERED:
         data = meta.data.load("mnist", size=12)
         task = architectures.task(data, LAYERED[name][0], batch=16, held_out=1000, split="test")
@@ -315,7 +351,7 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
 
 
 def main(
-    name: Literal["sinusoid", "image_mlp", "images", "sequences", "convnets"],
+    name: Literal["sinusoid", "image_mlp", "images", "sequences", "convnets", "regression"],
     /,
     out: Path,
     steps: int = 3000,

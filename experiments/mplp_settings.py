@@ -2,6 +2,8 @@
 
     python -m experiments.mplp_settings                                   # 2 settings of digits, two minutes
     APGRAD_DATA=... python -m experiments.mplp_settings --preset paper    # 40 settings, 20 runs: some hours of one core
+    python -m experiments.mplp_settings --preset paper --settings 20 --rules regression untrained \
+        --images diabetes None friedman1 None friedman2 None friedman3 None halves None
 
 No paper has this study; the preset paper is only larger. A setting is images, their side, hidden layers, their
 activation, the size of a minibatch and a prior. Settings are drawn by a seed that stands here (`DRAWN`), and no rule
@@ -14,11 +16,12 @@ Each baseline is tuned for each setting and horizon by random search: 16 draws o
 goes to zero on a line, and of its weight decay, judged on other tasks of the same setting. A rule that takes the number
 of updates is told it. Then all methods learn the same tasks. A step has no derivative, so baselines get the
 sigmoid's in its place (a surrogate gradient). The rules see the step as it is, but for "images, surrogate", which is
-the rule "images" given what baselines get.
+the first rule given what baselines get.
 
-Given is the accuracy on test images after the last update, 0 of a run that diverged. A rule is compared run by run with
-the baseline that is best on the same tasks, which favours the baselines a little, and with tuned momentum. An interval
-is 95 % by Student's t.
+Given is the accuracy on test images after the last update, 0 of a run that diverged; in regression, on the data sets of
+`experiments.parts.regression`, the part of the test targets' variance that is explained. A rule is compared run by run
+with the baseline that is best on the same tasks, which favours the baselines a little, and with tuned momentum. An
+interval is 95 % by Student's t.
 """
 
 import dataclasses
@@ -37,18 +40,17 @@ from scipy import stats
 from apgrad import meta, mplp
 from experiments import harness
 from experiments.meta_train import step_function, timed
-from experiments.parts import meta_curves
+from experiments.parts import meta_curves, regression
 
 PARTIAL = True
 DRAWN = 20261124
 IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
 RULES = ("images", "untrained", "image_mlp")
-SURROGATE = "images, surrogate"
 TOGETHER = 4  # runs of one compiled call
 
 
 class Setting(NamedTuple):
-    """What a network learns, and how; a prior of None is uniform on ±1/sqrt(inputs)."""
+    """What a network learns, and how; a prior of None is uniform on ±1/sqrt(inputs). Data can be one of regression."""
 
     data: str
     size: int | None
@@ -123,7 +125,8 @@ class Config(harness.Config):
     """Options of this experiment.
 
     Attributes:
-      images: names and sides of the images that settings are drawn of.
+      images: names and sides of the images, or names of the data sets of regression, that settings are drawn of.
+      rules: trained ones by name, and "untrained".
       settings: how many are drawn.
       horizons: updates.
       draws: of each baseline's rate and decay.
@@ -132,6 +135,7 @@ class Config(harness.Config):
     """
 
     images: tuple[tuple[str, int | None], ...] = (("digits", None),)
+    rules: tuple[str, ...] = RULES
     settings: int = 2
     horizons: tuple[int, ...] = (20,)
     draws: int = 8
@@ -141,16 +145,21 @@ class Config(harness.Config):
     def __post_init__(self):
         harness.require_least(self, runs=2, draws=1, tuning=1)
 
+    @property
+    def surrogate(self) -> str:
+        """The first rule, given what baselines get."""
+        return f"{self.rules[0]}, surrogate"
+
 
 PAPER = Config(images=IMAGES, settings=40, horizons=(20, 100), draws=16, tuning=2, runs=20)
 
 
 def cells(config: Config) -> list[harness.Cell]:
     """A setting and a method each, the baselines of all settings first, and then one rule after the other."""
-    blocks = [OPTIMIZERS, *((rule,) for rule in RULES)]
+    blocks = [OPTIMIZERS, *((rule,) for rule in config.rules)]
     every = [cell for methods in blocks for cell in harness.grid(setting=range(config.settings), method=methods)]
     steps = [i for i in range(config.settings) if draw_setting(i, config.images).activation == "step"]
-    return every + harness.grid(setting=steps, method=[SURROGATE])
+    return every + harness.grid(setting=steps, method=[config.surrogate])
 
 
 class Start(NamedTuple):
@@ -168,8 +177,8 @@ class Start(NamedTuple):
         return cls(keys, *made(keys))
 
 
-def learn(task: meta.Task, learner: meta.Learner) -> Any:
-    """`(thetas, starts, steps) -> accuracies in percent` after the steps: one program for all horizons and runs."""
+def learn(task: meta.Task, learner: meta.Learner, score: Any = meta.accuracy) -> Any:
+    """`(thetas, starts, steps) -> scores in percent` after the steps: one program for all horizons and runs."""
 
     def one(theta, start, steps):
         told = timed(learner, steps)
@@ -180,7 +189,7 @@ def learn(task: meta.Task, learner: meta.Learner) -> Any:
 
         params, _ = jax.lax.fori_loop(0, steps, step, (start.params, state))
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()  # NaN is some class, too
-        return jnp.where(finite, 100 * meta.accuracy(task, params, start.judged), jnp.nan)
+        return jnp.where(finite, 100 * score(task, params, start.judged), jnp.nan)
 
     call = jax.jit(jax.vmap(one, in_axes=(0, 0, None)))
 
@@ -198,36 +207,44 @@ def learn(task: meta.Task, learner: meta.Learner) -> Any:
 def prepared(config: Config, number: int) -> tuple[meta.Task, meta.Task, Start, Start]:
     """The task as rules and as baselines see it, what baselines are tuned on, and what all methods are judged on."""
     setting = draw_setting(number, config.images)
-    images = meta.data.load(setting.data, size=setting.size)
-    options: Any = {"batch": setting.batch, "held_out": min(1000, len(images.y_test)), "split": "test"}
-    options |= {"hidden": setting.hidden, "deviation": setting.prior}
-    for_rules, for_baselines = (meta.images(images, activation=f, **options) for f in ACTIVATIONS[setting.activation])
+    options: Any = {"batch": setting.batch, "hidden": setting.hidden, "deviation": setting.prior}
+    if setting.data in regression.SETS:
+        make = functools.partial(regression.task, setting.data, **options)
+    else:
+        images = meta.data.load(setting.data, size=setting.size)
+        make = functools.partial(meta.images, images, held_out=min(1000, len(images.y_test)), split="test", **options)
+    for_rules, for_baselines = (make(activation=f) for f in ACTIVATIONS[setting.activation])
     return for_rules, for_baselines, Start.of(for_rules, 1, config.tuning), Start.of(for_rules, 2, config.runs)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """By horizon the accuracy of each run; of a baseline what was drawn, of a rule whether it warned."""
     for_rules, for_baselines, tuning, judged = prepared(config, cell["setting"])
+    regresses = draw_setting(cell["setting"], config.images).data in regression.SETS
+    score = regression.explained if regresses else meta.accuracy
     found: dict[str, Any] = {}
     if cell["method"] not in OPTIMIZERS:
-        task = for_baselines if cell["method"] == SURROGATE else for_rules
-        run = learn(task, meta.message_passing(task.network))
-        if cell["method"] == "untrained":
+        task = for_baselines if cell["method"] == config.surrogate else for_rules
+        run = learn(task, meta.message_passing(task.network), score)
+        name = cell["method"].removesuffix(", surrogate")
+        if name == "untrained":
             rule = mplp.Normalized(meta_curves.sites(for_rules), rngs=nnx.Rngs(0))
         else:
-            rule = mplp.load_pretrained(cell["method"].removesuffix(", surrogate"))
+            rule = mplp.load_pretrained(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for steps in config.horizons:
                 found[str(steps)] = {"accuracy": run(repeated(rule, config.runs), judged, steps).tolist()}
         return {"horizons": found, "warned": bool(caught)}
-    return {"horizons": tuned(config, cell["method"], for_baselines, tuning, judged, seed)}
+    return {"horizons": tuned(config, cell["method"], for_baselines, tuning, judged, seed, score)}
 
 
-def tuned(config: Any, name: str, task: meta.Task, tuning: Start, judged: Start, seed: int) -> dict[str, Any]:
+def tuned(
+    config: Any, name: str, task: meta.Task, tuning: Start, judged: Start, seed: int, score: Any = meta.accuracy
+) -> dict[str, Any]:
     """By horizon the accuracy of each run of an optimizer, with the best of the drawn hyperparameters."""
     make, (low, high) = OPTIMIZERS[name]
-    run, rng, found = learn(task, meta.optimizer(make, task.loss)), np.random.default_rng(seed), {}
+    run, rng, found = learn(task, meta.optimizer(make, task.loss), score), np.random.default_rng(seed), {}
     rates = np.exp(rng.uniform(np.log(low), np.log(high), config.draws)).astype(np.float32)
     ends = rng.integers(0, 2, config.draws).astype(np.float32)
     decays = np.exp(rng.uniform(np.log(1e-6), np.log(1e-2), config.draws)).astype(np.float32)
@@ -236,7 +253,7 @@ def tuned(config: Any, name: str, task: meta.Task, tuning: Start, judged: Start,
         each = jax.tree.map(lambda x: np.repeat(x, config.tuning), drawn)
         again = jax.tree.map(lambda x: jnp.concatenate([x] * config.draws), tuning)
         scores = run(each, again, steps).reshape(config.draws, config.tuning).mean(axis=1)
-        best = Drawn(*(x[int(np.argmax(np.nan_to_num(scores, nan=-1.0)))] for x in drawn))
+        best = Drawn(*(x[int(np.argmax(np.nan_to_num(scores, nan=-np.inf)))] for x in drawn))
         found[str(steps)] = {"accuracy": run(repeated(best, config.runs), judged, steps).tolist()}
         found[str(steps)] |= {name: float(value) for name, value in best._asdict().items()}
     return found
@@ -260,15 +277,15 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for number, methods in settings.items():
         if not set(OPTIMIZERS) <= set(methods):
             continue
-        if "images" in methods and draw_setting(number, config.images).activation != "step":
-            methods[SURROGATE] = methods["images"]
+        if config.rules[0] in methods and draw_setting(number, config.images).activation != "step":
+            methods[config.surrogate] = methods[config.rules[0]]
         for steps in config.horizons:
             given = {
                 name: np.array(result["horizons"][str(steps)]["accuracy"], float) for name, result in methods.items()
             }
             accuracy = {name: np.nan_to_num(found) for name, found in given.items()}  # what diverged learned nothing
             best = max(OPTIMIZERS, key=lambda name: accuracy[name].mean())
-            for rule in (rule for rule in (*RULES, SURROGATE) if rule in methods):
+            for rule in (rule for rule in (*config.rules, config.surrogate) if rule in methods):
                 row: dict[str, Any] = {"setting": number, "images": str(draw_setting(number, config.images))}
                 row |= {"steps": steps, "rule": rule}
                 row |= {"warned": methods[rule]["warned"], "accuracy": accuracy[rule].mean()}
@@ -278,7 +295,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     row |= {name: accuracy[other].mean(), f"ahead of {name}": ahead.mean()}
                     row |= {f"interval {name}": half_interval(ahead)}
                 rows.append(row)
-    figures, measured = {}, [rule for rule in (*RULES, SURROGATE) if any(row["rule"] == rule for row in rows)]
+    figures, measured = {}, list(dict.fromkeys(row["rule"] for row in rows))
     for rule in measured:
         for steps in config.horizons:
             mine = [r for r in rows if (r["rule"], r["steps"]) == (rule, steps)]
@@ -306,9 +323,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 points = ([r[k] for r in mine] for k in ("best", "ahead of best", "interval best"))
                 ax.errorbar(*points, label=f"{rule}{', warned' if warned else ''}", **style)
         ax.axhline(0, color="black", lw=0.8)
-        ax.set(
-            xlabel="best tuned baseline, test accuracy, %", ylabel="the rule's lead, points", title=f"{steps} updates"
-        )
+        ax.set(xlabel="best tuned baseline, %", ylabel="the rule's lead, points", title=f"{steps} updates")
         ax.legend()
     return harness.Report(figures, rows, table, figure)
 

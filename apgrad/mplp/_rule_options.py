@@ -65,6 +65,12 @@ class MadeForSites(nnx.Module):
         if fits(site._replace(bias=not site.bias)):
             hint = " without a bias: leave it out." if site.bias else " with a bias: give it one, of zeros at first."
             raise ValueError(f"the rule was not made for {told(site)}, but for such a node" + hint)
+        losses = {known.kind for known in self.sites if known.begins}
+        if site.begins and site.kind not in losses:
+            raise ValueError(
+                f"the rule was made for the loss {' or '.join(sorted(losses))}, got {told(site)}. Take a rule that was "
+                "trained for this loss (mplp.pretrained_card), or make one for this network's mplp.sites."
+            )
         close = closest(site.name, dict.fromkeys(known.name for known in self.sites))
         raise ValueError(
             f"the rule was not made for {told(site)}; the nearest of its {len(self.sites)} places are "

@@ -140,9 +140,10 @@ def rule_in_settings(results) -> Rows:
         "not finite": "not finite",
     }
     rows = [["rule", *shown.values()]]
-    rules = ("images", "images, surrogate", "untrained")
+    rules = ("images", "images, surrogate", "regression", "regression, surrogate", "untrained")
     for rule, steps in itertools.product(rules, results["config"]["horizons"]):
-        found = results[f"{rule}, {steps} steps"]
+        if (found := results.get(f"{rule}, {steps} steps")) is None:
+            continue
         rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
     return rows
 

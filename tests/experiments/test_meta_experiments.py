@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from sklearn.metrics import r2_score
 
 from apgrad import meta, mplp
 from experiments import (
@@ -22,7 +23,7 @@ from experiments import (
     outer_gradients,
     outer_training,
 )
-from experiments.parts import influence_balancing, meta_curves
+from experiments.parts import influence_balancing, meta_curves, regression
 
 
 @pytest.mark.long
@@ -79,7 +80,7 @@ def test_a_surrogate_step_is_a_step_with_the_sigmoids_derivative():
     value, pullback = jax.vjp(mplp_settings.surrogate_step, z)
     np.testing.assert_allclose(value, [0, 0, 1, 1], atol=1e-7)
     np.testing.assert_allclose(pullback(jnp.ones(4))[0], jax.vmap(jax.grad(jax.nn.sigmoid))(z), rtol=1e-6)
-    cells, chosen = mplp_settings.cells(mplp_settings.PAPER), mplp_settings.SURROGATE
+    cells, chosen = mplp_settings.cells(mplp_settings.PAPER), mplp_settings.PAPER.surrogate
     given = [cell["setting"] for cell in cells if cell["method"] == chosen]
     assert [number for number in range(40) if mplp_settings.draw_setting(number).activation == "step"] == given
 
@@ -236,3 +237,22 @@ def test_the_penalty_is_that_of_algorithm_2():
     for got, wanted, whole in both(jnp.float32(-1.0), jax.random.key(3)):
         np.testing.assert_allclose(got, wanted, rtol=2e-5)
         assert abs(whole - wanted[1]) > 1e-3 * abs(whole)  # what is held constant matters
+
+
+def test_regression_is_standardized_and_scored_by_the_variance_that_is_explained():
+    options = {"hidden": (5,), "activation": jnp.tanh, "batch": 4, "deviation": None}
+    task = regression.teachers(6, 2, **options)
+    drawn = jax.jit(jax.vmap(task.draw))(jax.random.split(jax.random.key(0), 40))
+    x, y = jax.jit(jax.vmap(task.held_out))(drawn, jax.random.split(jax.random.key(1), 40))
+    np.testing.assert_allclose([jnp.std(x), jnp.mean(y), jnp.std(y)], [1, 0, 1], atol=0.05)
+    for name in regression.SETS:
+        x, y, x_test, y_test = regression.load(name)
+        np.testing.assert_allclose([np.std(y), np.mean(y)], [1, 0], atol=0.1)
+        assert len(x) == len(y) and len(x_test) == len(y_test) and abs(len(x) - 3 * len(x_test)) < 4
+        assert not {row.tobytes() for row in x} & {row.tobytes() for row in x_test}
+    task = regression.task("halves", **options)
+    params, batch = task.prior(jax.random.key(2)), task.held_out({}, jax.random.key(3))
+    given = batch[0], task.network.predict(params, batch[0]) + 0.3 * batch[1]
+    score = r2_score(given[1], task.network.predict(params, batch[0]), multioutput="variance_weighted")
+    np.testing.assert_allclose(regression.explained(task, params, given), score, rtol=1e-4)
+    assert regression.explained(task, params, (batch[0], 1e-3 * batch[1])) == 0

@@ -349,7 +349,7 @@ def test_a_rule_or_a_state_of_another_network_is_refused():
     for rule in (per_synapse(sites), separable(sites)):
         words = r"not made for '1' \(dense.* nearest of its 4 places are .*'first' \(dense"
         refused(ValueError, words, mplp.init_state, rule, other.network, *other.make("float32"))
-    words = r"not made for 'loss' \(absolute_error.*'loss' \(squared_error"
+    words = r"made for the loss squared_error, got 'loss' \(absolute_error"
     refused(ValueError, words, mplp.init_state, thesis(sites), GRAPHS["absolute_error"].network, params, batch)
     rule = per_synapse(sites)
     state = jax.eval_shape(functools.partial(mplp.init_state, rule, network), params, batch)
