@@ -97,7 +97,10 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
                 )
         return _floating(what, distribution, _draw(distribution, "rsample", key))
     x = _floating(what, distribution, sample(distribution, key))
-    if not _has_cdf(distribution, x):
+    univariate = distribution
+    while isinstance(univariate, _WRAPPERS):  # they have no cdf, and their samples are those of what they wrap
+        univariate = univariate.base_dist
+    if not _has_cdf(univariate, x):
         refuse("it has neither rsample nor, as a continuous univariate distribution, a cdf")
     for part in parts:
         if not _have_one_support(_components(part)):
@@ -107,7 +110,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
             )
     with standard_promotion():
         for _ in range(3):
-            x = x - (zero_with_gradient(distribution.cdf(x)) / jnp.exp(distribution.log_prob(x))).astype(x.dtype)
+            x = x - (zero_with_gradient(univariate.cdf(x)) / jnp.exp(univariate.log_prob(x))).astype(x.dtype)
     return x
 
 

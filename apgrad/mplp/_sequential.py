@@ -40,7 +40,16 @@ class Sequential(NamedTuple):
         """The losses (batch, ...) of a minibatch, and `{"output": prediction}`, (batch, ...), as metrics."""
         x, y = batch
         _, prediction = self._run(places, params, x)[-1]
-        return self.loss(places["loss"], prediction, y), {"output": prediction.value}
+        try:
+            losses = self.loss(places["loss"], prediction, y)
+        except (TypeError, AttributeError) as error:
+            error.add_note(
+                "The loss of a network of layers is called as loss(place, prediction, y), with a place and a Signal. A "
+                "loss of arrays, such as optax's, is given what mplp.readout reads: "
+                "lambda place, prediction, y: optax.softmax_cross_entropy(mplp.readout(place, prediction), y)"
+            )
+            raise
+        return losses, {"output": prediction.value}
 
     def mean_loss(self, params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         """The mean of the losses of a minibatch: an ordinary function, without any rule.
@@ -106,7 +115,8 @@ def from_nnx(
       model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, `nnx.RNN` of an
         `nnx.SimpleCell` or `nnx.GRUCell`, functions (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials
         of these, or a layer that `layer.register` was taught. Subclasses, and options that nodes lack, are refused.
-      loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss".
+      loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss". A loss of arrays, such
+        as optax's, reads the prediction: `lambda place, p, y: optax.softmax_cross_entropy(mplp.readout(place, p), y)`.
       x: (batch, ...), inputs; if given, the network's predictions for them are compared with `model(x)`.
       names: "number": a layer's name is its number and its kind. "role", for an MLP: "dense_in", "activation_0",
         "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by. Layers of your own
@@ -224,7 +234,7 @@ def _flatten(model: Any, where: str = "model") -> list[tuple[Any, Layer]]:
             continue
         try:
             found.append((part, layer(part)))
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise TypeError(f"{here}: {error}") from error
     return found
 

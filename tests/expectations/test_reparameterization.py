@@ -69,6 +69,25 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(x64):
     np.testing.assert_allclose(*jax.jit(lambda t: (found(KEY, t), wanted(t)))(t), rtol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda d: d.expand((2, 3)), lambda d: d.expand((3,)).to_event(1).expand((2,)), lambda d: d.mask(False)]
+)
+def test_the_implicit_derivative_passes_wrappers(wrap, x64):
+    def one(t):  # of one component, so that it is a normal
+        normals = dist.Normal(jnp.sin(t)[None], jnp.exp(t)[None])
+        return wrap(dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros(1)), normals))
+
+    def program(tape, t):
+        tape, x = ap.stochastic(ap.reparameterization())(one)(tape, t)
+        return tape.cost(jnp.sum(x**3, axis=tuple(range(1, x.ndim)))), x
+
+    estimate, t = jax.jit(ap.expectation(program, 5, has_aux=True)), jnp.array(0.3)
+    z = (estimate(KEY, t)[1] - jnp.sin(t)) / jnp.exp(t)
+    exact = lambda t: jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
+    found, wanted = derivatives(2, lambda key, t: estimate(key, t)[0], exact)
+    np.testing.assert_allclose(found(KEY, t), wanted(t), rtol=1e-9)
+
+
 def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
     make = lambda theta, x: dist.Normal(jnp.tanh(theta * x), 0.1)
     draw = lambda tape, theta: rollout(ap.reparameterization(), make, tape, theta, jnp.ones(tape.lanes), 5)

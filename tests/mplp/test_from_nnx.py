@@ -261,6 +261,20 @@ def test_what_is_no_layer_is_refused():
     mplp.from_nnx(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]), mplp.squared_error)
 
 
+def test_a_loss_of_arrays_reads_the_prediction():
+    model, batch = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0))), (jnp.asarray(X[0]), jnp.arange(6) % 3)
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    for wrong in (loss, lambda place, prediction, y: loss(prediction, y), lambda prediction, y: loss(prediction, y)):
+        network, params = mplp.from_nnx(model, wrong)
+        init = functools.partial(mplp.init_state, mplp.Exact(0.5), network, params, batch)
+        error = refused((TypeError, AttributeError), "Signal|Place|arguments", init)
+        assert any("mplp.readout(place, prediction)" in note for note in error.__notes__)
+    network, params = mplp.from_nnx(model, lambda place, prediction, y: loss(mplp.readout(place, prediction), y))
+    updates = first_step(mplp.Exact(0.5), network, params, batch)[0]
+    gradient = jax.grad(lambda p: jnp.mean(loss(network.predict(p, batch[0]), batch[1])))(params)
+    close(updates, jax.tree.map(lambda g: -0.5 * g, gradient), rtol=1e-5)
+
+
 def test_a_layer_used_twice_is_one_layer():
     """Its update is the sum over its uses, as its gradient is."""
     shared = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
