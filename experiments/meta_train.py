@@ -181,6 +181,7 @@ ABOUT["convnets"] = {
 ABOUT["regression"] = {
     "data": "random teachers of 4 to 32 inputs and 1 to 8 outputs, standardized, with noise",
     "standardized": True,
+    "standardized_targets": True,
     "architecture": f"{DRAWN} a step, drawn of {len(REGRESSIONS)} MLPs; squared error; told the number of updates",
     "activations": ["sigmoid", "tanh", "relu", "gelu"],
     "minibatches": [4, 64],
@@ -378,6 +379,9 @@ def main(
     rule = make(sites, rngs=nnx.Rngs(seed), **OPTIONS[name])
     if start is not None:
         (started, before), peak = mplp.load_trained(start), 1e-3
+        form = lambda rule: jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(rule)))
+        if form(started) != form(rule):
+            raise ValueError(f"{start} is another rule than {name!r}: it was made with {dict(started.options)}")
         nnx.update(rule, nnx.state(started))
         history = {"start": {k: v for k, v in before.items() if k not in ("rule", "sites", "results")}}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(steps, peak)))

@@ -66,9 +66,9 @@ def fit(
       progress: whether to show a tqdm bar, which comes with the extra `meta`.
 
     Raises:
-      ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs that are not
-        standardized where a pretrained rule was trained on such; if the network's predictions for the first minibatch
-        are not the model's.
+      ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
+        that are not standardized where a pretrained rule was trained on such; if the network's predictions for the
+        first minibatch are not the model's.
       TypeError: for minibatches that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
@@ -98,7 +98,7 @@ def fit(
     batches = _batches(data, steps)
     first = next(batches)
     require_equal(network, params, model, first[0])
-    made: Any = load_pretrained(rule, first[0]) if isinstance(rule, str) else rule
+    made: Any = load_pretrained(rule, *first) if isinstance(rule, str) else rule
     made = made.for_steps(steps) if isinstance(made, Normalized) else made
     state = init_state(made, network, params, first)
     judged = None if held_out is None else _pair("the held-out set", held_out)

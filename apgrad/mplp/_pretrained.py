@@ -48,18 +48,20 @@ def pretrained_card(name: str) -> dict[str, Any]:
     return {entry: value for entry, value in card.items() if entry != DIGEST}
 
 
-def load_pretrained(name: str, x: jax.Array | None = None) -> Trained:
+def load_pretrained(name: str, x: jax.Array | None = None, y: jax.Array | None = None) -> Trained:
     """A trained rule that comes with the package.
 
     It fits an MLP of any width and depth whose places are named by role, as those of `meta.mlp` and of
     `from_nnx(..., names="role")` are. Named by number, `sequences` fits an `nnx.RNN` of simple or gated units and a
     dense layer, `convnets` two convolutions, each with an activation and pooling, and a dense layer.
     The rules for images want *standardized* inputs, of mean 0 and deviation 1 over all pixels, as `meta.data.load`
-    makes them; on inputs in [0, 1] they learn much worse, without an error.
+    makes them; on inputs in [0, 1] they learn much worse, without an error. `regression` is for MLPs with the loss
+    squared_error, and wants standardized inputs and targets: its steps do not grow with the targets.
 
     Args:
       name: one of `pretrained_names()`.
       x: (batch, ...), concrete inputs; if given, they are checked to be standardized where the rule wants that.
+      y: (batch, ...), concrete targets, of which the same is true.
 
     Example:
       >>> import jax, apgrad as ap
@@ -70,13 +72,16 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Trained:
       True
     """
     card = pretrained_card(name)
-    if x is not None and card.get("standardized", False):
-        mean, deviation = float(np.mean(x)), float(np.std(x))
-        if not (abs(mean) < 0.5 and 0.5 < deviation < 2):
-            raise ValueError(
-                f"the rule {name!r} was trained on standardized inputs, got a mean of {mean:.3g} and a deviation of "
-                f"{deviation:.3g}. Use (x - x_train.mean()) / x_train.std(), over all pixels of the training images."
-            )
+    for what, entry, given in (("inputs", "standardized", x), ("targets", "standardized_targets", y)):
+        if given is not None and card.get(entry, False):
+            mean, deviation = float(np.mean(given)), float(np.std(given))
+            chance = (1 + 3 * np.size(given) ** -0.5) ** 2  # few numbers are off by chance
+            if not (abs(mean) < chance / 2 and 0.5 / chance < deviation < 2 * chance):
+                raise ValueError(
+                    f"the rule {name!r} was trained on standardized {what}, got a mean of {mean:.3g} and a deviation "
+                    f"of {deviation:.3g}. Subtract the mean of the training {what}, and divide by their deviation "
+                    "(of images: over all pixels)."
+                )
     return _load(FOLDER / f"{name}.json", FOLDER / f"{name}.npz")[0]
 
 

@@ -167,12 +167,17 @@ def test_a_card_that_makes_no_rule_is_refused(rule, tmp_path):
             mplp.load_trained(tmp_path / "rule")
 
 
-def test_rules_for_images_want_standardized_inputs():
-    x = jnp.linspace(0.0, 1.0, 100)
-    with pytest.raises(ValueError, match="standardized inputs, got a mean"):
+def test_rules_want_inputs_and_targets_standardized_as_their_card_says():
+    x, rng = jnp.linspace(0.0, 1.0, 100), np.random.default_rng(0)
+    standardized = (x - x.mean()) / x.std()
+    with pytest.raises(ValueError, match=r"standardized inputs, got a mean of 0.5 .* the training inputs"):
         mplp.load_pretrained("image_mlp", x)
-    mplp.load_pretrained("image_mlp", (x - x.mean()) / x.std())
-    mplp.load_pretrained("sinusoid", x)  # whose card says nothing of it
+    with pytest.raises(ValueError, match=r"standardized targets, got a mean of .* the training targets"):
+        mplp.load_pretrained("regression", standardized, 10 * standardized)
+    mplp.load_pretrained("image_mlp", standardized, x)  # whose card says nothing of targets
+    mplp.load_pretrained("sinusoid", x, x)  # nor of inputs
+    for few in rng.standard_normal((8, 8)):  # their mean and deviation are off by chance
+        mplp.load_pretrained("regression", few[:4], few[4:])
 
 
 def test_a_rule_shows_its_arguments():
