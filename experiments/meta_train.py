@@ -8,6 +8,7 @@
     python -m experiments.meta_train images --steps 4200 --out runs/images
     python -m experiments.meta_train sequences --steps 600 --out runs/sequences
     python -m experiments.meta_train convnets --steps 900 --out runs/convnets
+    python -m experiments.meta_train regression --steps 2200 --out runs/regression      # without APGRAD_DATA
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
 to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps;
@@ -18,7 +19,8 @@ with the package was trained for 2,400 outer steps on twelve networks of at most
 a say in the corrections, and for 1,800 more on the family below; its card says so under "start". `sequences` is the
 same for Elman's and gated units that read an image in parts, in a network whose layers are named by their number, and
 `convnets` for networks of two convolutions. The `sequences` of the package had 600 outer steps without the last two
-networks, and 600 more with them; in both its controllers did not settle yet.
+networks, and 600 more with them; in both its controllers did not settle yet. `regression` is for the squared error,
+and learns from random teachers (`experiments.parts.regression`).
 """
 
 import datetime
@@ -188,6 +190,7 @@ ABOUT["regression"] = {
     "updates": 300,
     "depths": [1, 4],
     "widths": [20, 100],
+    "fails": "networks of step functions, minibatches of two, many updates on few and noisy examples",
 }
 
 
