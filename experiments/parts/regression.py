@@ -68,11 +68,12 @@ def load(name: str) -> tuple[np.ndarray, ...]:
     """Inputs and targets of one of `SETS` to learn from, three fourths, and those to judge by."""
     from sklearn import datasets
 
+    x: Any
+    y: Any
     if name == "diabetes":
         x, y = datasets.load_diabetes(return_X_y=True)
     elif name == "halves":
-        both = datasets.load_digits().data
-        x, y = both[:, :32], both[:, 32:]
+        x, y = np.split(datasets.load_digits(return_X_y=True)[0], 2, axis=1)
     else:
         noise = {"noise": 1.0} if name == "friedman1" else {}  # as Friedman has it; the others have none here
         x, y = getattr(datasets, f"make_{name}")(4000, random_state=0, **noise)
