@@ -8,7 +8,7 @@
     python -m experiments.meta_train images --steps 4200 --out runs/images
     python -m experiments.meta_train sequences --steps 600 --out runs/sequences
     python -m experiments.meta_train convnets --steps 900 --out runs/convnets
-    python -m experiments.meta_train regression --steps 2200 --out runs/regression      # without APGRAD_DATA
+    python -m experiments.meta_train regression --steps 2200 --out runs/regression      # needs no APGRAD_DATA
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
 to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps;
