@@ -251,8 +251,7 @@ def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[P
             f"The rule takes a primitive by the name {names}, or a function of that name under jax.jit; an expression "
             "such as (v > 0).astype(v.dtype) alone is no site."
             if names
-            else "Is the right argument named by argnums, and are the weights and the data arguments of the function? "
-            "What it closes over counts as a weight, and a layer is where a weight meets data."
+            else "Is the right argument named by argnums, and are the weights arguments of the function?"
         )
         raise ValueError(
             "the rule takes no site of the function, so nothing would be rewired. The sites are "
