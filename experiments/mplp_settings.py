@@ -50,7 +50,10 @@ TOGETHER = 4  # runs of one compiled call
 
 
 class Setting(NamedTuple):
-    """What a network learns, and how; a prior of None is uniform on ±1/sqrt(inputs). Data can be one of regression."""
+    """What a network learns, and how; `data` names images or one of `regression.SETS`.
+
+    A prior of None is uniform on ±1/sqrt(inputs).
+    """
 
     data: str
     size: int | None

@@ -75,8 +75,10 @@ def load_pretrained(name: str, x: jax.Array | None = None, y: jax.Array | None =
     for what, entry, given in (("inputs", "standardized", x), ("targets", "standardized_targets", y)):
         if given is not None and card.get(entry, False):
             mean, deviation = float(np.mean(given)), float(np.std(given))
-            chance = (1 + 3 * np.size(given) ** -0.5) ** 2  # few numbers are off by chance
-            if not (abs(mean) < chance / 2 and 0.5 / chance < deviation < 2 * chance):
+            # Fewer than 64 numbers have another mean and deviation by chance, and may all be alike.
+            few = max(1.0, 8 * np.size(given) ** -0.5)
+            size = deviation if few == 1 else float(np.sqrt(np.mean(np.square(given))))
+            if not (abs(mean) < few / 2 and 0.5 / few**2 < size < 2 * few):
                 raise ValueError(
                     f"the rule {name!r} was trained on standardized {what}, got a mean of {mean:.3g} and a deviation "
                     f"of {deviation:.3g}. Subtract the mean of the training {what}, and divide by their deviation "

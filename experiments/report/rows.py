@@ -140,10 +140,9 @@ def rule_in_settings(results) -> Rows:
         "not finite": "not finite",
     }
     rows = [["rule", *shown.values()]]
-    rules = ("images", "images, surrogate", "regression", "regression, surrogate", "untrained")
-    for rule, steps in itertools.product(rules, results["config"]["horizons"]):
-        if (found := results.get(f"{rule}, {steps} steps")) is None:
-            continue
+    first = results["config"].get("rules", ["images"])[0]  # older results do not say
+    for rule, steps in itertools.product((first, f"{first}, surrogate", "untrained"), results["config"]["horizons"]):
+        found = results[f"{rule}, {steps} steps"]
         rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
     return rows
 

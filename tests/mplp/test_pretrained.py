@@ -178,6 +178,13 @@ def test_rules_want_inputs_and_targets_standardized_as_their_card_says():
     mplp.load_pretrained("sinusoid", x, x)  # nor of inputs
     for few in rng.standard_normal((8, 8)):  # their mean and deviation are off by chance
         mplp.load_pretrained("regression", few[:4], few[4:])
+    mplp.load_pretrained("regression", standardized, jnp.ones((1, 1)))  # alike, as classes of ±1 can be
+    for scale in (0.001, 100.0):
+        with pytest.raises(ValueError, match="standardized targets"):
+            mplp.load_pretrained("regression", standardized, scale * few[4:])
+    four = meta.data.load_bytes("digits").x_train[:4] / 255  # few images have many pixels
+    with pytest.raises(ValueError, match="standardized inputs"):
+        mplp.load_pretrained("images", four)
 
 
 def test_a_rule_shows_its_arguments():
