@@ -12,7 +12,8 @@ training. *Viterbi, a sentence* traces each piece of text by itself and takes th
 
 If influence is worth, the loss rises most, or the threshold comes latest, without the most influential. Reported is the
 rank correlation (Spearman, over the three components, the mean over networks) of influence with each, with its standard
-error.
+error; beside it that of the width, which needs no tracing. *At equal width* is the correlation over the networks in
+which a component has one width, the mean over the three components and their widths: whether influence says more.
 
     python -m experiments.tracing_ablation
     python -m experiments.tracing_ablation --preset paper
@@ -69,7 +70,7 @@ class Config(harness.Config):
             raise ValueError(f"widths are those of three components, got {self.widths}")
 
 
-PAPER = Config(seeds=24, steps=600)
+PAPER = Config(seeds=48, steps=600)
 
 
 class Network(nn.Module):
@@ -194,7 +195,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 def correlation(a: Any, b: Any) -> float:
     """Spearman's: of the ranks. 0 where one does not vary."""
-    x, y = rankdata(a) - 2, rankdata(b) - 2
+    x, y = (rankdata(each) - (len(each) + 1) / 2 for each in (a, b))
     size = np.sqrt(np.sum(x * x) * np.sum(y * y))
     return float(np.sum(x * y) / size) if size > 0 else 0.0
 
@@ -206,11 +207,20 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row |= {f"influence {m}": result["influence"][k][c] for k, m in enumerate(MEASURES)}
         row |= {f"{how} rise": result[how][c] - result["loss"] for how in ("ablated", "retrained")}
         rows.append(row | {"steps to the threshold": result["delayed"][c]})
-    for (k, m), how in itertools.product(enumerate(MEASURES), OUTCOMES):
-        found = np.array([correlation(r["influence"][k], r[how]) for r in results])
-        mean = {"value": float(found.mean()), "standard_error": harness.standard_error(found)}
-        figures[f"correlation {m} {how}"] = mean
-    shown = [{"influence with the rise of the loss": name, **found} for name, found in figures.items()]
+    # What is measured, (networks, measures, components), and what a component's removal costs, (networks, components).
+    measured = np.array([[*r["influence"], r["widths"]] for r in results])
+    base = {how: 0 if how == "delayed" else np.array([[r["loss"]] for r in results]) for how in OUTCOMES}
+    costs = {how: np.array([r[how] for r in results]) - base[how] for how in OUTCOMES}
+    alike = [(c, measured[:, -1, c] == width) for c, width in itertools.product(range(3), sorted(set(config.widths)))]
+    for (k, m), (how, cost) in itertools.product(enumerate((*MEASURES, "width")), costs.items()):
+        found = {"": [correlation(*each) for each in zip(measured[:, k], cost, strict=True)]}
+        equal = [correlation(measured[own, k, c], cost[own, c]) for c, own in alike if sum(own) > 1]
+        if equal and m != "width":
+            found[" at equal width"] = equal
+        for where, each in found.items():
+            mean = {"value": float(np.mean(each)), "standard_error": harness.standard_error(each)}
+            figures[f"correlation {m} {how}{where}"] = mean
+    shown = [{"with the cost of removal": name, **found} for name, found in figures.items()]
     figures["orders of influence"] = len({tuple(np.argsort(r["influence"][1])) for r in results})
     for name in ("in_order", "in_opposite_order"):
         losses = np.array([r[name] for r in results]).T

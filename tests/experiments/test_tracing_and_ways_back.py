@@ -52,8 +52,25 @@ def test_report_of_the_ablation():
     assert made.figures["correlation viterbi ablated"] == {"value": pytest.approx(1), "standard_error": 0}
     assert made.figures["correlation viterbi retrained"]["value"] == pytest.approx(-1)
     assert made.figures["correlation greedy delayed"]["value"] == pytest.approx(1)
+    assert made.figures["correlation width ablated"]["value"] == pytest.approx(0.5)
     assert made.figures["orders of influence"] == 1
     assert len(made.rows) == 9
+
+
+def test_influence_at_equal_width_is_compared_between_networks():
+    def network(i):
+        influence = [[0.1 * i, 0.5, 0.5 - 0.1 * i]] * 4
+        removed = [2.0 + i, 2.0, 2.5 - 0.1 * i]
+        found = {"widths": [8, 16, 32], "influence": influence, "during": [influence] * 2, "delayed": [3, 2, 1]}
+        order = {"in_order": [1.0, 2.0, 3.0], "in_opposite_order": [1.0, 1.1, 2.0]}
+        return found | order | {"loss": 1.0 + 2 * i, "ablated": removed, "retrained": [1.0, 1.0, 1.0]}
+
+    made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network(i)) for i in range(4)])
+    found = made.figures["correlation viterbi ablated at equal width"]
+    # The rises are 1 - i, 1 - 2 i and 1.5 - 2.1 i, so that influence, 0 at all times in the second, has -1, 0 and 1.
+    assert found == {"value": pytest.approx(0), "standard_error": pytest.approx(1 / 3**0.5)}
+    assert made.figures["correlation viterbi retrained at equal width"]["value"] == pytest.approx(0)
+    assert "correlation width ablated at equal width" not in made.figures
 
 
 def test_report_of_the_scaling_fits_a_line():
