@@ -267,7 +267,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     left.plot(ends, ends, "k:", lw=1)
     left.set(xscale="log", yscale="log", xlabel="predicted", ylabel="squared error over a smaller batch's, measured")
     right.axhline(1, color="k", ls=":", lw=1)
-    right.set(xscale="log", yscale="log", xlabel="coherence: an example's squared gradient over its positions'")
+    right.set(xscale="log", yscale="log", xlabel="coherence of the layer")
     left.legend()
     off = lambda r: abs(r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"] - 1)
     worst = {name: max(off(r) for r in rows if r["network"] == name) for name in networks}

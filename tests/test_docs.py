@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import apgrad as ap
+from experiments import tracing_ablation
 from experiments.mplp_from_random import PUBLISHED
 from experiments.report import __main__ as report
 from experiments.report.readers import growth
@@ -240,4 +241,11 @@ def test_the_page_of_tracing_has_the_correlations_of_the_results():
     of = lambda kind, how: f"{run[f'correlation {kind} {how}']['value']:.2f}".removeprefix("0")
     assert f"a rank correlation of {of('viterbi', 'ablated')} with" in page
     assert f"and of {of('viterbi', 'retrained')} with" in page
+    assert f"widths alone have {of('width', 'ablated')} and {of('width', 'retrained')}." in page
+    alike = [of(kind, "ablated at equal width") for kind in ("viterbi", "greedy")]
+    assert f"removal from the trained network costs, {alike[0]} (greedy {alike[1]})" in page
+    assert "within an error of .12, nothing of what training without them costs" in page
+    for kind in tracing_ablation.MEASURES:
+        found = run[f"correlation {kind} retrained at equal width"]
+        assert abs(found["value"]) < found["standard_error"] < 0.125
     assert f"most gradient, {of('greedy', 'ablated')} and {of('greedy', 'retrained')}." in page

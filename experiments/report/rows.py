@@ -237,10 +237,12 @@ def objectives(results) -> Rows:
 
 
 def ablation(results) -> Rows:
-    rows = [["path", "removed from the trained network", "trained without it", "steps to the threshold"]]
-    for kind in ("greedy", "viterbi", "gradient share", "viterbi, a sentence"):
-        values = [results[f"correlation {kind} {how}"] for how in ("ablated", "retrained", "delayed")]
-        rows.append([kind, *(_figure(v, "value", error="standard_error") for v in values)])
+    outcomes = {"ablated": "removed", "retrained": "trained without", "delayed": "steps to the threshold"}
+    rows = [["", *outcomes.values(), *(f"at equal width: {name}" for name in outcomes.values())]]
+    for kind in ("greedy", "viterbi", "gradient share", "viterbi, a sentence", "width"):
+        names = [f"correlation {kind} {how}{where}" for where in ("", " at equal width") for how in outcomes]
+        values = [_figure(results[n], "value", error="standard_error") if n in results else "" for n in names]
+        rows.append([kind, *values])
     return rows
 
 
