@@ -12,7 +12,9 @@ reparameterization over horizons of ten steps. The gradient of every method is c
 
 Adam's learning rate is tuned for each method and task on seeds of its own, by the cost at the end of `steps` steps,
 which is the mean of the last fifth of the evaluations. The curves are of other seeds, the same for all methods, at the
-tuned rate. They take `long` steps, and are read after `steps` and after `long` steps.
+tuned rate. They take `long` steps, and are read after `steps` and after `long` steps; and also after equal time, in
+which RP makes so many steps, and another method fewer where its own take longer. A step's time is the processor's, of
+the fastest round, measured in one process in which all methods take turns.
 """
 
 import dataclasses
@@ -26,10 +28,12 @@ from flax import nnx
 
 import apgrad as ap
 from experiments import harness, policy_search
+from experiments.parts.turns import take_turns
 from experiments.policy_search import METHODS as PLAIN, TASKS, first_success
 
 PARTIAL = True
 EVERY = 20  # steps from one evaluation to the next
+ROUNDS = 5  # of the measurement of time
 METHODS = {
     "RP": PLAIN["RP"],
     "RP, short": PLAIN["RP, short"],
@@ -86,23 +90,34 @@ def cells(config: Config) -> list[harness.Cell]:
     found: list[harness.Cell] = [
         {"task": t, "method": m, "rate": r, "group": "tuning"} for t, m in points for r in config.rates
     ]
-    return found + [{"task": t, "method": m, "group": g} for g in range(config.groups) for t, m in points]
+    found += [{"task": t, "method": m, "group": g} for g in range(config.groups) for t, m in points]
+    return [*found, {"task": config.tasks[0], "group": "seconds"}]
 
 
 @functools.cache
-def _train(name, task, units, horizon, lanes):
-    """`(keys, rate, blocks) -> costs`, one curve a key, with an evaluation on 500 lanes after each block of steps."""
+def _learner(name, task, units, horizon, lanes):
+    """A learner, and some of its steps: `(state, keys, rate) -> state`, a step a key."""
     method = METHODS[name]
     estimates = policy_search.gradients(method, policy_search.program(method, task, horizon), lanes)
     learner = policy_search.learning(
         estimates, lambda key: policy_search.policy(units, nnx.Rngs(key)), method.clip_norm
     )
+
+    def advance(state, keys, rate):
+        return jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
+
+    return learner, advance
+
+
+@functools.cache
+def _train(name, task, units, horizon, lanes):
+    """`(keys, rate, blocks) -> costs`, one curve a key, with an evaluation on 500 lanes after each block of steps."""
+    learner, advance = _learner(name, task, units, horizon, lanes)
     cost = ap.expectation(policy_search.program(PLAIN["RP"], task, horizon), 500, check_nan=False)
 
     def curve(key, rate, blocks):
         def block(state, key):
-            keys = jax.random.split(key, EVERY)
-            state = jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
+            state = advance(state, jax.random.split(key, EVERY), rate)
             return state, cost(jax.random.key(0), state[0])
 
         first, second = jax.random.split(key)
@@ -113,7 +128,9 @@ def _train(name, task, units, horizon, lanes):
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The rate, and the costs of each seed at each evaluation."""
+    """The rate, and the costs of each seed at each evaluation; or the seconds of each method's step."""
+    if cell["group"] == "seconds":
+        return {"seconds": _seconds(config, cell["task"])}
     keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
     train = _train(cell["method"], cell["task"], config.units, config.horizon, config.lanes)
     if cell["group"] == "tuning":
@@ -131,12 +148,26 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return {"rate": rate, "costs": np.asarray(train(keys, jnp.float32(rate), steps // EVERY)).tolist()}
 
 
+def _seconds(config, task):
+    keys = jax.random.split(jax.random.key(1), EVERY)
+
+    def steps(name):
+        learner, advance = _learner(name, task, config.units, config.horizon, config.lanes)
+        start = jax.jit(learner.init)(jax.random.key(0))
+        return functools.partial(jax.jit(advance), start, keys, jnp.float32(1e-3))
+
+    times = take_turns({name: steps(name) for name in METHODS}, ROUNDS)
+    return {name: float(found.min()) / EVERY for name, found in times.items()}
+
+
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Each method at its tuned rate, on the groups of seeds that are finished for all methods of a task."""
     rows, figures, curves = [], {}, {}
+    judged = [(c, r) for c, r in records if c["group"] not in ("tuning", "seconds")]
+    took = next((r["seconds"] for c, r in records if c["group"] == "seconds"), None)
     draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
     for task in config.tasks:
-        mine = {(c["method"], c["group"]): r for c, r in records if c["task"] == task and c["group"] != "tuning"}
+        mine = {(c["method"], c["group"]): r for c, r in judged if c["task"] == task}
         groups = [g for g in range(config.groups) if all((m, g) in mine for m in METHODS)]
         if not groups:
             continue
@@ -165,8 +196,17 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"steps": float(np.percentile(success, 50, method="higher"))}
             row |= {"success": float(np.isfinite(success).mean())}
             after = costs[:, _last(config.long)].mean(1)
-            rows.append(row | {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))})
-    columns = ("rate", "after_60", "cost", "cost_long", "steps", "success", "seeds")
+            row |= {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))}
+            if took:
+                row |= {"seconds_over_RP": took[name] / took["RP"]}
+                for which, steps in (("cost", config.steps), ("cost_long", config.long)):
+                    blocks = max(1, round(min(steps, steps / row["seconds_over_RP"]) / EVERY))
+                    end = costs[:, _last(blocks * EVERY)].mean(1)
+                    low, high = harness.interval(draws(end, lambda x: x.mean(-1)))
+                    row |= {f"{which}_in_time": float(end.mean()), f"{which}_in_time_median": float(np.median(end))}
+                    row |= {f"{which}_in_time_low": low, f"{which}_in_time_high": high}
+            rows.append(row)
+    columns = ("rate", "after_60", "cost", "cost_in_time", "cost_long", "cost_long_in_time", "steps", "success")
     table = harness.table(rows, "task", "method", *columns)
     return harness.Report(figures, rows, table, _picture(config, rows, curves))
 
