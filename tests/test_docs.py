@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import re
+import statistics
 import tomllib
 from pathlib import Path
 
@@ -148,6 +149,7 @@ def measured_figures() -> dict[str, set[str]]:
     noise, adaptive = run("rad_noise-paper"), run("total_propagation-by_state")["rows"]
     rare = next(r for r in adaptive if (r["P"], r["H"], r["beta"], r["method"]) == (5, 100, 1.5, "adaptive"))
     last = max(r["layer"] for r in noise["rows"])
+    median = statistics.median(v["value"] for k, v in chaos.items() if k.startswith("variance_ratio_decoupled-CF_H50_"))
     percent = lambda results, names: [f"{results[name]['mean']:.0f}" for name in names]
     trained = ("mnist, trained here", "mnist, trained here, step", "mnist, trained here, 784-100-10")
     a, b, c = percent(held, trained)
@@ -164,6 +166,9 @@ def measured_figures() -> dict[str, set[str]]:
     dense, rows = (run(f"rad_prediction-{which}")["rows"] for which in ("paper", "small"))
     last_dense, rows = ([r for r in rows if ("dense" in r["layer"]) == which] for which in (True, False))
     paths, errors = run("rad_paths-paper"), run("gradient_errors-paper")
+    clipped = [errors[stage]["clipped at 10"]["mean"] for stage in ("after 0", "after 20")]
+    plain = [[r for r in errors["rows"] if (r["method"], r["stage"]) == ("RP", stage)] for stage in (0, 20)]
+    zero = [statistics.geometric_mean(r["squared_truth"] * r["ratio"] / r["error"] for r in found) for found in plain]
     deepest = {r["draw"]: r["relative_variance"] for r in paths["rows"]
                if (r["graph"], r["depth"], r["samples"]) == ("interleaved", 16, 1)}  # fmt: skip
     return {
@@ -173,10 +178,12 @@ def measured_figures() -> dict[str, set[str]]:
             f"{default / value('variance_TP_H50_beta3.5'):.1f} times",
             f"{-100 * rest['value'] / rest['exact_gradient']:.1f} %",
             f"{rare['ratio']:.0f} times",
+            f"{median:.1f} times",
             *(f"{mnist[f'784-100-10, {method}']['mean']:.0f} %" for method in ("MPLP", "Muon", "Adam")),
         },
         "docs/wings/expectations.md": {
-            f"{1 / errors[stage]['clipped at 10']['mean']:.0f} times" for stage in ("after 0", "after 20")
+            *(f"{1 / error:.0f} times" for error in clipped + zero),
+            *(f"{z / error:.1f} times" for z, error in zip(zero, clipped, strict=True)),
         },
         "docs/wings/memory.md": {
             f"{min(samples):.1f} to {max(samples):.1f} times",
@@ -227,11 +234,16 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
         steps = "none" if every["steps"] is None else f"{every['steps']:.0f}"
         figures = [form(r[k]) for r, form in ((every, two), (last, three)) for k in ("cost", "cost_long")]
         lines.append(f"| {' | '.join([name, steps, *figures])} |")
+        lines.append(f"| {name} | {two(every['cost_in_time'])} | {two(every['cost_long_in_time'])} |")
+    levels, total, plain = (cost["every step", m] for m in ("multilevel", "TP, lanes clipped", "RP"))
+    by_levels, by_total = (f"{row['seconds_over_RP']:.1f} times" for row in (levels, total))
+    lines.append(f"by levels takes {by_levels} RP's, and one by total propagation {by_total}")
+    lines.append(f"make its mean; its median after 240 steps is {two(plain['cost_median'])}")
     lines.append("after 240 steps is " + two(cost["every step", "RP, lanes clipped"]["cost_median"]))
     page = words_of(DOCS / "tasks" / "policy.md")
     assert not [line for line in lines if line not in page]
-    levels, near, plain = (two(cost["every step", name]["cost"]) for name in ("multilevel", "RP, short", "RP"))
-    wanted = f"a cost of {levels} by levels of clipping, {near} by short horizons and {plain} by plain"
+    total, near, plain = (two(cost["every step", m]["cost_in_time"]) for m in ("TP, lanes clipped", "RP, short", "RP"))
+    wanted = f"a cost of {total} by it with lanes clipped, {near} by short horizons, {plain} by plain"
     assert wanted in words_of(ROOT / "README.md")
 
 

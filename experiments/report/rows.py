@@ -3,6 +3,8 @@
 import itertools
 from typing import Any, ClassVar
 
+import numpy as np
+
 from experiments.report.verdicts import Value, figure
 
 Rows = list[list[str]]
@@ -94,6 +96,13 @@ def gradient_errors(results) -> Rows:
     stages = [f"after {stage}" for stage in results["config"]["stages"]]
     of = lambda x: f"{x['mean']:.2g} ({x['worst']:.2g})"
     rows = [["gradient", *(f"{stage} steps" for stage in stages), "where RP explodes", "elsewhere"]]
+    nothing = []  # the error of a gradient of zero is the truth's square, where that is known
+    for stage in results["config"]["stages"]:
+        mine = [r for r in results["rows"] if (r["stage"], r["method"]) == (stage, "RP")]
+        errors = np.array([r["squared_truth"] * r["ratio"] / r["error"] for r in mine])
+        known = (errors > 0).all()
+        nothing.append(of({"mean": np.exp(np.log(errors).mean()), "worst": errors.max()}) if known else "")
+    rows.append(["zero", *nothing, "", ""])
     for name in results[stages[0]]:
         rows.append([name, *(of(results[stage][name]) for stage in stages), "", ""])
     for name in results["elsewhere"]:
