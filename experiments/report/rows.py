@@ -277,10 +277,14 @@ def collectives(results) -> Rows:
 def choice_peers(results) -> Rows:
     found = {(r["problem"], r["method"]): r for r in results["rows"]}
     methods = ("ap.enumeration", "ap.rloo, 4", "ap.disarm", "ap.arms, 4", "ap.rebar", "TraceGraph_ELBO")
-    rows = [["problem", "best peer", *(f"`{m}`" for m in methods)]]
+    rows = [["problem", "at equal", "best peer", *(f"`{m}`" for m in methods)]]
     for problem in dict.fromkeys(r["problem"] for r in results["rows"]):
         of = [found.get((problem, m)) for m in methods]
         ratios = ["" if r is None else f"{r['over_best_peer']:.2g} ({r['low']:.2g} to {r['high']:.2g})" for r in of]
         ratios = ["0" if r is not None and r["over_best_peer"] < 1e-9 else x for r, x in zip(of, ratios, strict=True)]
-        rows.append([problem, found[problem, "ap.disarm"]["best_peer"], *ratios])
+        rows.append([problem, "evaluations", found[problem, "ap.disarm"]["best_peer"], *ratios])
+        in_time = {m: r["variance"] * r["seconds_ratio"] for (p, m), r in found.items() if p == problem}
+        best = min((m for m in in_time if not m.startswith("ap.")), key=lambda m: in_time[m])
+        of = [in_time[m] / in_time[best] if m in in_time else None for m in methods]
+        rows.append(["", "time", best, *("" if x is None else "0" if x < 1e-9 else f"{x:.2g}" for x in of)])
     return rows
