@@ -54,6 +54,7 @@ class Method(NamedTuple):
     cross_fit: bool = False
     shaping: bool = False  # Gaussian shaping of the loss
     resampling: bool = False  # Gaussian resampling after each step
+    clip_factor: float | None = None  # of `ap.clip_lanes` after each step
 
 
 def _mixed(weights: ap.weights.Weights) -> Callable[[], ap.Mixer]:
@@ -78,6 +79,8 @@ METHODS = {
     "GS-LR": Method(ap.likelihood_ratio, shaping=True),
     "GS-TP": Method(PUBLISHED, shaping=True),
     "GR": Method(ap.reparameterization, resampling=True),
+    "clipped at 4": Method(ap.reparameterization, clip_factor=4.0),
+    "clipped at 10": Method(ap.reparameterization, clip_factor=10.0),
 }
 
 
@@ -120,6 +123,8 @@ def program(method: str, horizon: int, parameters: int = 1) -> Callable[[ap.Tape
             tape, x = step(carry[0], theta, carry[1])
             if chosen.resampling:
                 tape, x = ap.gaussian_resampling(tape, x)
+            if chosen.clip_factor is not None:
+                tape, x = ap.clip_lanes(tape, x, chosen.clip_factor)
             return (tape, x), None
 
         start = jnp.broadcast_to(jnp.array(START), (tape.lanes, 2))

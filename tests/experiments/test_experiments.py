@@ -350,3 +350,17 @@ def test_the_report_finds_bias_and_gain():
     gain = report.figures["largest gain of GS-LR over LR"]
     assert gain["interval"][0] < 16 < gain["interval"][1]
     assert "largest gain of GR over RP" in report.table
+
+
+def test_early_no_lane_is_four_times_the_typical_one_and_the_bias_is_against_the_exact_gradient():
+    found = [chaotic_network.gradients(method, 1.5, 4, 50, 3, 0) for method in ("RP", "clipped at 4")]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    clipped = total_propagation.CLIPPED[:1]
+    config = total_propagation.Config(
+        horizons=(4,), betas=(1.5,), parameters=(1,), methods=clipped, estimates=3, bias_points=(), resamples=5
+    )
+    exact = chaotic_network.exact(1.5, [4])[4].gradient
+    result = {"mean": [exact + 0.25], "nonfinite": 0, "squares": [1.0, 2.0, 3.0]}
+    rows = total_propagation.report(config, [(c, result) for c in total_propagation.cells(config)]).rows
+    assert [row["method"] for row in rows] == ["RP", "LR", "clipped at 4"]
+    assert all(row["bias"] == pytest.approx(0.25) and row["standard_error"] == pytest.approx(1) for row in rows)
