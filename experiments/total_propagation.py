@@ -170,6 +170,7 @@ def _figure(config, rows, biases):
         f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {config.estimates} estimates a "
         "point, bands are 95 % bootstrap intervals; at the bottom of a panel stands which is the better",
         wrap=True,
+        fontsize="medium",
     )
     for line, p in zip(axes, config.parameters, strict=False):
         for ax, h in zip(line, config.horizons, strict=False):

@@ -164,6 +164,8 @@ def measured_figures() -> dict[str, set[str]]:
     ratio = lambda r: r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"]
     off = lambda found: max(abs(ratio(r) - 1) for r in found)
     dense, rows = (run(f"rad_prediction-{which}")["rows"] for which in ("paper", "small"))
+    convnets = run("rad_prediction-convnets")["rows"]
+    windows, behind = ([r for r in convnets if ("conv" in r["layer"]) == which] for which in (True, False))
     last_dense, rows = ([r for r in rows if ("dense" in r["layer"]) == which] for which in (True, False))
     paths, errors = run("rad_paths-paper"), run("gradient_errors-paper")
     clipped = [errors[stage]["clipped at 10"]["mean"] for stage in ("after 0", "after 20")]
@@ -195,7 +197,7 @@ def measured_figures() -> dict[str, set[str]]:
             f"{a}, {b} and {c} %",
         },
         "docs/wings/tracing.md": {f"{min(r):.0f} to {max(r):.0f} times" for r in (ratios, whole)},
-        "docs/new/noise.md": {f"{100 * off(r):.1f} %" for r in (dense, rows, last_dense)},
+        "docs/new/noise.md": {f"{100 * off(r):.1f} %" for r in (dense, rows, last_dense, windows, behind)},
         "docs/new/objective.md": {
             f"{PUBLISHED['mnist']:.0f} %",
             *(f"{p} %" for p in [*percent(here, trained), *percent(held, trained)]),

@@ -110,6 +110,18 @@ def gradient_errors(results) -> Rows:
     return rows
 
 
+def clipped_at_the_edge(results) -> Rows:
+    """Squared errors: the variance, and for what is biased the bias's square without its own noise's."""
+    found = {(r["beta"], r["method"]): r for r in results["rows"]}
+    rows = [["beta", "zero", "RP", "LR", *results["config"]["methods"]]]
+    for beta in results["config"]["betas"]:
+        mine = {method: r for (b, method), r in found.items() if b == beta}
+        of = {m: r["variance"] + max(r["bias"] ** 2 - r["standard_error"] ** 2, 0) for m, r in mine.items()}
+        of |= {m: mine[m]["variance"] for m in ("RP", "LR", "decoupled-CF")} | {"zero": mine["RP"]["exact"] ** 2}
+        rows.append([f"{beta:g}", *(f"{of[m]:.2g}" for m in rows[0][1:])])
+    return rows
+
+
 def rule_beside_adam(results) -> Rows:
     return _rule_beside(results, {"Adam": "tuned Adam", "SGD": "tuned SGD"})
 
