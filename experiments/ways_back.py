@@ -10,7 +10,8 @@ The angle at a hidden layer is the one between the rule's message and the true g
 images: `ap.tap` shows both. Forward gradients and predictive coding take the function as one node, in which no message
 of theirs passes; their angle is the one between the gradients of the layer's parameters. `time_ratio` is the median
 processor time of the gradient of one batch over that of `jax.grad`, each in turn in one process; cells of their own
-measure it.
+measure it. `last_layer` is no rule of `apgrad.rewiring`: the hidden layers stay at random, and the gradient of the last
+one says what a rule has to beat whose messages are at right angles to the gradient.
 
     python -m experiments.ways_back
     python -m experiments.ways_back --preset paper
@@ -55,6 +56,7 @@ RULES = (
     "difference_target_propagation",
     "predictive_coding",
     "forward_gradient",
+    "last_layer",
 )
 BARTUNOV = "Bartunov et al. 2018, {} network, trained to the end"
 FULL, LOCAL = BARTUNOV.format("fully connected"), BARTUNOV.format("locally connected")
@@ -78,6 +80,7 @@ PUBLISHED = (  # rule, the network beside which it stands, test accuracy in perc
     ("predictive_coding", "mlp", 95.90, "JPC's notebook, two hidden layers of 300 units, 300 steps of 64 images"),
 )
 WHOLE = ("predictive_coding", "forward_gradient")  # the rules whose one site is the function
+PLAIN = ("backpropagation", "last_layer")  # functions that are not rewired
 FIRST = ("hidden[0]", "hidden/dot_general[0]", "conv_general_dilated[0]")  # the layers that read the image
 
 
@@ -198,7 +201,9 @@ def way(name: str, network: str) -> Way:
 
     def gradient(key, own, params, x, y):
         def loss(own, params):
-            if name == "backpropagation":
+            if name == "last_layer":
+                params = [*jax.lax.stop_gradient(params[:-1]), params[-1]]
+            if name in PLAIN:
                 return total(params, x, y) / len(x)
             f = rewired(jax.random.key(0))  # this key is for `init` alone
             if name == "predictive_coding":
@@ -208,7 +213,7 @@ def way(name: str, network: str) -> Way:
 
         return jax.grad(loss, argnums=(0, 1))(own, params)
 
-    init = lambda key, params, x: {} if name in ("backpropagation", *WHOLE) else rewired(key).init(params, x)
+    init = lambda key, params, x: {} if name in (*PLAIN, *WHOLE) else rewired(key).init(params, x)
     messages = lambda *args: ap.with_taps(gradient)(*args)[1]
     return Way(init, gradient, messages)
 
@@ -236,7 +241,7 @@ def compiled(config: Config, name: str, network: str) -> Compiled:
 
     @jax.jit
     def angles(key, own, params, x, y):
-        if name in WHOLE:
+        if name in (*WHOLE, "last_layer"):
             got, exact = mine.gradient(key, own, params, x, y)[1], plain.gradient(key, {}, params, x, y)[1]
             pairs = list(zip(got, exact, strict=True))[:-1]
         else:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +108,13 @@ def test_the_messages_of_backpropagation_are_the_derivatives_of_the_hidden_layer
     error = (scipy.special.softmax(np.reshape(taps[max(taps)].value, (5, -1)) @ w + b, axis=1) - np.eye(10)[y]) / 5
     expected = (error @ w.T).reshape(taps[max(taps)].message.shape)
     np.testing.assert_allclose(taps[max(taps)].message, expected, rtol=1e-4, atol=1e-7)
+    alone, whole = (
+        jax.jit(lambda params, name=name: ways_back.way(name, network).gradient(jax.random.key(2), {}, params, x, y)[1])
+        for name in ("last_layer", "backpropagation")
+    )
+    found, exact = alone(params), whole(params)
+    chex.assert_trees_all_close(found[-1], exact[-1], rtol=1e-5)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found[:-1]))
     # Rules that leave out the layer that reads the image take all others.
     init = lambda rule: list(jax.eval_shape(ways_back.way(rule, network).init, jax.random.key(0), params, x))
     taken = init("synthetic_gradients")
