@@ -221,7 +221,7 @@ def _advance(name, units, task, horizon, lanes):
 
 
 @functools.cache
-def _evaluate(task, horizon):
+def evaluation(task, horizon):
     """The cost of a policy on 500 lanes, the same for all policies."""
     function = jax.jit(ap.expectation(program(METHODS["RP"], task, horizon), 500, check_nan=False))
     return lambda policy: float(function(jax.random.key(0), policy))
@@ -237,7 +237,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         return {"seconds": seconds(config, cell["units"], cell["task"])}
     task, units = cell["task"], cell["units"]
     learner, advance = _advance(cell["method"], units, task, config.horizon, config.lanes)
-    evaluate = _evaluate(task, config.horizon)
+    evaluate = evaluation(task, config.horizon)
     costs = []
     # The same seeds for all methods and rates: the same first policies.
     for key in jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds):
