@@ -208,9 +208,8 @@ def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: flo
 
 
 @functools.cache
-def _advance(name, units, task, horizon, lanes):
+def training(method, units, task, horizon, lanes):
     """A learner, and its steps compiled once for all learning rates: `(state, keys, rate) -> state`, a step a key."""
-    method = METHODS[name]
     estimates = gradients(method, program(method, task, horizon), lanes)
     learner = learning(estimates, lambda key: policy(units, nnx.Rngs(key)), method.clip_norm)
 
@@ -221,10 +220,40 @@ def _advance(name, units, task, horizon, lanes):
 
 
 @functools.cache
-def evaluation(task, horizon):
+def _evaluate(task, horizon):
     """The cost of a policy on 500 lanes, the same for all policies."""
     function = jax.jit(ap.expectation(program(METHODS["RP"], task, horizon), 500, check_nan=False))
     return lambda policy: float(function(jax.random.key(0), policy))
+
+
+def curves(
+    method: Method, config: Any, units: int, task: str, keys: jax.Array, rate: float, evaluations: int, every: int
+) -> list[list[float]]:
+    """The costs of a training for each key, at each of its evaluations, between which are `every` steps."""
+    learner, advance = training(method, units, task, config.horizon, config.lanes)
+    evaluate, costs = _evaluate(task, config.horizon), []
+    for key in keys:
+        first, second = jax.random.split(key)
+        state, curve = learner.init(first), []
+        for key in jax.random.split(second, evaluations):
+            state = advance(state, jax.random.split(key, every), jnp.float32(rate))
+            curve.append(evaluate(state[0]))
+        costs.append(curve)
+    return costs
+
+
+def seconds(
+    methods: dict[str, Method], config: Any, units: int, task: str, every: int, rounds: int
+) -> dict[str, float]:
+    """The processor's seconds for the fastest step of each method; all take turns, `every` steps at a time."""
+    keys = jax.random.split(jax.random.key(1), every)
+
+    def steps(method):
+        learner, advance = training(method, units, task, config.horizon, config.lanes)
+        return functools.partial(advance, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
+
+    times = take_turns({name: steps(method) for name, method in methods.items()}, rounds)
+    return {name: float(found.min()) / every for name, found in times.items()}
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -233,34 +262,13 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    task, units, every = cell["task"], cell["units"], config.iterations // config.evaluations
     if cell["method"] == "seconds":
-        return {"seconds": seconds(config, cell["units"], cell["task"])}
-    task, units = cell["task"], cell["units"]
-    learner, advance = _advance(cell["method"], units, task, config.horizon, config.lanes)
-    evaluate = evaluation(task, config.horizon)
-    costs = []
+        return {"seconds": seconds(METHODS, config, units, task, every, config.rounds)}
     # The same seeds for all methods and rates: the same first policies.
-    for key in jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds):
-        first, second = jax.random.split(key)
-        state, curve = learner.init(first), []
-        for key in jax.random.split(second, config.evaluations):
-            keys = jax.random.split(key, config.iterations // config.evaluations)
-            state = advance(state, keys, jnp.float32(cell["rate"]))
-            curve.append(evaluate(state[0]))
-        costs.append(curve)
-    return {"costs": costs}
-
-
-def seconds(config: Config, units: int, task: str) -> dict[str, float]:
-    """The processor's seconds for the fastest step of each method; all take turns."""
-    keys = jax.random.split(jax.random.key(1), config.iterations // config.evaluations)
-
-    def steps(name):
-        learner, advance = _advance(name, units, task, config.horizon, config.lanes)
-        return functools.partial(advance, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
-
-    times = take_turns({name: steps(name) for name in METHODS}, config.rounds)
-    return {name: float(found.min()) / len(keys) for name, found in times.items()}
+    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds)
+    method, rate = METHODS[cell["method"]], cell["rate"]
+    return {"costs": curves(method, config, units, task, keys, rate, config.evaluations, every)}
 
 
 def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:

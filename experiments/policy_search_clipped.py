@@ -22,12 +22,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from experiments import harness, policy_search
-from experiments.parts.turns import take_turns
 from experiments.policy_search import METHODS as PLAIN, TASKS, first_success
 
 PARTIAL = True
@@ -94,28 +91,11 @@ def cells(config: Config) -> list[harness.Cell]:
     return [*found, {"task": config.tasks[0], "group": "seconds"}]
 
 
-@functools.cache
-def _learner(name, task, units, horizon, lanes):
-    """A learner, and its steps compiled once for all rates: `(state, keys, rate) -> state`, a step a key."""
-    method = METHODS[name]
-    estimates = policy_search.gradients(method, policy_search.program(method, task, horizon), lanes)
-    learner = policy_search.learning(
-        estimates, lambda key: policy_search.policy(units, nnx.Rngs(key)), method.clip_norm
-    )
-
-    def advance(state, keys, rate):
-        return jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
-
-    return learner._replace(init=jax.jit(learner.init)), jax.jit(advance)
-
-
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The rate, and the costs of each seed at each evaluation; or the seconds of each method's step."""
     if cell["group"] == "seconds":
-        return {"seconds": _seconds(config, cell["task"])}
+        return {"seconds": policy_search.seconds(METHODS, config, config.units, cell["task"], EVERY, ROUNDS)}
     keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
-    learner, advance = _learner(cell["method"], cell["task"], config.units, config.horizon, config.lanes)
-    evaluate = policy_search.evaluation(cell["task"], config.horizon)
     if cell["group"] == "tuning":
         rate, keys, steps = cell["rate"], keys[: config.tuning], config.steps
     else:
@@ -128,26 +108,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             return np.where(np.isfinite(costs), costs, np.inf)[:, _last(config.steps)].mean()
 
         rate = min(config.rates, key=at_the_end)
-    costs = []
-    for key in keys:
-        first, second = jax.random.split(key)
-        state, curve = learner.init(first), []
-        for key in jax.random.split(second, steps // EVERY):
-            state = advance(state, jax.random.split(key, EVERY), jnp.float32(rate))
-            curve.append(evaluate(state[0]))
-        costs.append(curve)
+    method, blocks = METHODS[cell["method"]], steps // EVERY
+    costs = policy_search.curves(method, config, config.units, cell["task"], keys, rate, blocks, EVERY)
     return {"rate": rate, "costs": costs}
-
-
-def _seconds(config, task):
-    keys = jax.random.split(jax.random.key(1), EVERY)
-
-    def steps(name):
-        learner, advance = _learner(name, task, config.units, config.horizon, config.lanes)
-        return functools.partial(advance, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
-
-    times = take_turns({name: steps(name) for name in METHODS}, ROUNDS)
-    return {name: float(found.min()) / EVERY for name, found in times.items()}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
