@@ -72,7 +72,7 @@ def choose(
       ...         return (z - y) ** 2, None
       ...     return ap.choose(tape, dist.Bernoulli(logits=x @ w), continuation, ap.rloo(4), y)[0]
       >>> x, y = jnp.eye(4), jnp.array([0.0, 1.0, 0.0, 1.0])
-      >>> ap.grad(program, lanes=len(x))(jax.random.key(0), jnp.zeros(4), x, y).shape     # the mean over examples
+      >>> jax.jit(ap.grad(program, lanes=4))(jax.random.key(0), jnp.zeros(4), x, y).shape     # the mean over examples
       (4,)
     """
     if isinstance(estimator, Estimator | Mixer):

@@ -70,7 +70,7 @@ def clip_lanes(
       >>> def program(tape, theta, counts):
       ...     tape, x = ap.clip_lanes(tape, theta * jnp.ones(tape.lanes), 2.0, counts=counts)
       ...     return tape.cost(jnp.array([1.0, 1.0, 1.0, 1e30]) * x)
-      >>> _, counts = ap.grad(program, lanes=4, argnums=(1, 2))(jax.random.key(0), 1.0, jnp.zeros(2))
+      >>> _, counts = jax.jit(ap.grad(program, lanes=4, argnums=(1, 2)))(jax.random.key(0), 1.0, jnp.zeros(2))
       >>> [int(n) for n in counts]
       [1, 0]
     """

@@ -132,7 +132,7 @@ def value_and_grad(
 
     Example:
       >>> import jax, apgrad as ap
-      >>> step = ap.value_and_grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
+      >>> step = jax.jit(ap.value_and_grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4))
       >>> [float(v) for v in step(jax.random.key(0), 3.0)]
       [9.0, 6.0]
     """
@@ -163,7 +163,7 @@ def grad(
 
     Example:
       >>> import jax, apgrad as ap
-      >>> gradient = ap.grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
+      >>> gradient = jax.jit(ap.grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4))
       >>> float(gradient(jax.random.key(0), 3.0))
       6.0
     """

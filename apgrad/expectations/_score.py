@@ -74,7 +74,7 @@ def score(
       ...     coins = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
       ...     tape = ap.score(tape, coins, thrown, behaviour_log_prob=jnp.full(tape.lanes, jnp.log(0.5)))
       ...     return tape.cost(thrown)
-      >>> value, derivative = ap.value_and_grad(program, lanes=100_000)(jax.random.key(1), 0.3)
+      >>> value, derivative = jax.jit(ap.value_and_grad(program, lanes=100_000))(jax.random.key(1), 0.3)
       >>> float(value).__round__(2), float(derivative).__round__(2)
       (0.3, 1.0)
     """

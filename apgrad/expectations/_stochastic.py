@@ -46,7 +46,7 @@ def stochastic(
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
       ...     return tape.cost(x**2)
-      >>> ap.grad(program, lanes=100)(jax.random.key(0), 2.0).shape
+      >>> jax.jit(ap.grad(program, lanes=100))(jax.random.key(0), 2.0).shape
       ()
     """
     _require_estimator("stochastic", estimator)
@@ -125,7 +125,7 @@ def sample(
       ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
       ...     tape, x = ap.sample(tape, d, ap.likelihood_ratio())
       ...     return tape.cost(jnp.array([1.0, 4.0, 9.0])[x])
-      >>> jax.grad(ap.expectation(program, lanes=100), argnums=1)(jax.random.key(0), jnp.zeros(3)).shape
+      >>> jax.jit(ap.grad(program, lanes=100))(jax.random.key(0), jnp.zeros(3)).shape
       (3,)
     """
     _require_estimator("sample", estimator)

@@ -93,7 +93,7 @@ class Tape:
           >>> def program(tape):
           ...     tape, key = tape.next_key()
           ...     return tape.cost(jax.random.normal(key, (tape.lanes,)) ** 2)
-          >>> float(ap.expectation(program, lanes=10_000)(jax.random.key(0))).__round__(1)
+          >>> float(jax.jit(ap.expectation(program, lanes=10_000))(jax.random.key(0))).__round__(1)
           1.0
         """
         self._require_current("next_key")
@@ -119,7 +119,7 @@ class Tape:
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap
           >>> program = lambda tape, theta: tape.cost(lambda x: theta * x, jnp.arange(4.0)).cost(jnp.ones(4))
-          >>> float(ap.expectation(program, lanes=4)(jax.random.key(0), 2.0))
+          >>> float(jax.jit(ap.expectation(program, lanes=4))(jax.random.key(0), 2.0))
           4.0
         """
         ledger = self._require_current("cost")
@@ -167,7 +167,7 @@ class Tape:
           >>> def program(tape, logit):
           ...     tape, x = flip(tape, logit)
           ...     return tape.discount(0.5).cost(x.astype(jnp.float32))
-          >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 0.0)).__round__(2)     # half of p (1 - p)
+          >>> float(jax.jit(ap.grad(program, lanes=100_000))(jax.random.key(0), 0.0)).__round__(2)  # half of p (1 - p)
           0.13
         """
         ledger = self._require_current("discount")
@@ -205,7 +205,7 @@ class Tape:
           >>> def program(tape, a, b):
           ...     tape, (x, y) = tape.parallel(lambda t: flip(t, a), lambda t: flip(t, b))
           ...     return tape.cost((x == y).astype(jnp.float32))
-          >>> ap.grad(program, lanes=100, argnums=(1, 2))(jax.random.key(0), 0.0, 1.0)[0].shape
+          >>> jax.jit(ap.grad(program, lanes=100, argnums=(1, 2)))(jax.random.key(0), 0.0, 1.0)[0].shape
           ()
         """
         return run_branches(self, branches)

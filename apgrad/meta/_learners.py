@@ -46,7 +46,7 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
       >>> task = ap.meta.sinusoid()
       >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
       >>> problem = ap.meta.inner_problem(task, learner, 5)
-      >>> value, gradient, _ = ap.meta.reverse_mode(problem)(jnp.log(0.1), jax.random.key(0), None)
+      >>> value, gradient, _ = jax.jit(ap.meta.reverse_mode(problem))(jnp.log(0.1), jax.random.key(0), None)
     """
 
     def init(theta, params, batch):

@@ -29,7 +29,7 @@ def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = 
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> rewired = ap.rewire(lambda w, x: jnp.sum(x @ w), ap.rewiring.kolen_pollack(jax.random.key(0)))
       >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
-      >>> update, gradient = jax.grad(rewired, argnums=(0, 1))(rewired.init(*args), *args)
+      >>> update, gradient = jax.jit(jax.grad(rewired, argnums=(0, 1)))(rewired.init(*args), *args)
       >>> bool(jnp.all(update["dot_general[0]"] == gradient))
       True
     """

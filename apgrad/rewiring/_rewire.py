@@ -86,7 +86,7 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       >>> rewired = ap.rewire(network, ap.rewiring.feedback_alignment(jax.random.key(0)))
       >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3))
       >>> feedback = rewired.init(*args)
-      >>> [g.shape for g in jax.grad(rewired, argnums=1)(feedback, *args)]
+      >>> [g.shape for g in jax.jit(jax.grad(rewired, argnums=1))(feedback, *args)]
       [(3, 4), (4, 2)]
     """
     require_rule("rewire", rule)

@@ -23,7 +23,7 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> rewired = ap.rewire(lambda w, x: x @ w, ap.rewiring.sign_symmetry(scale=1.0))
-      >>> jax.grad(lambda x: rewired(jnp.array([0.5, -3.0]), x))(jnp.ones(2))
+      >>> jax.jit(jax.grad(lambda x: rewired(jnp.array([0.5, -3.0]), x)))(jnp.ones(2))
       Array([ 1., -1.], dtype=float32)
     """
     if scale is not None:

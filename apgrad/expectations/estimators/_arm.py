@@ -25,7 +25,7 @@ def arm() -> ChoiceEstimator:
       >>> def program(tape, logit):
       ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
       ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.arm())[0]
-      >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 0.0)).__round__(1)
+      >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
     return antithetic("arm", lambda u, p, x, other: 0.5 - u)

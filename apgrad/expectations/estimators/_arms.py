@@ -45,7 +45,7 @@ def arms(samples: int = 4) -> ChoiceEstimator:
       >>> def program(tape, logit):
       ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
       ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.arms(4))[0]
-      >>> float(ap.grad(program, lanes=20_000)(jax.random.key(0), 0.0)).__round__(1)
+      >>> float(jax.jit(ap.grad(program, lanes=20_000))(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
     samples = whole("the samples of arms", samples, 2)

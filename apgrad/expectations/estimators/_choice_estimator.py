@@ -41,7 +41,7 @@ class ChoiceEstimator(NamedTuple):
       >>> def program(tape, p):
       ...     coin = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
       ...     return ap.choose(tape, coin, lambda x: ((x - 0.25) ** 2, None), both)[0]
-      >>> float(ap.grad(program, lanes=1)(jax.random.key(0), 0.3))
+      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.3))
       0.5
     """
 

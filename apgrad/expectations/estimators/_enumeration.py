@@ -30,7 +30,7 @@ def enumeration() -> ChoiceEstimator:
       >>> def program(tape, p):
       ...     d = dist.Binomial(3, probs=jnp.broadcast_to(p, (tape.lanes,)))
       ...     return ap.choose(tape, d, lambda x: (x**2, None), ap.enumeration())[0]
-      >>> float(ap.grad(program, lanes=1)(jax.random.key(0), 0.5)).__round__(4)  # 3 + 12 p
+      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.5)).__round__(4)  # 3 + 12 p
       9.0
     """
 

@@ -53,7 +53,7 @@ class Estimator(NamedTuple):
       >>> def program(tape, p):
       ...     tape, x = flip(tape, p)
       ...     return tape.cost(3 * x)
-      >>> float(ap.grad(program, lanes=10)(jax.random.key(0), 0.5)).__round__(4)
+      >>> float(jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), 0.5)).__round__(4)
       3.0
     """
 

@@ -36,7 +36,7 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
       >>> def program(tape, theta):
       ...     tape, x = ap.gaussian_resampling(*step(tape, theta))
       ...     return tape.cost(jnp.sum(x**2, axis=-1))
-      >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 2.0)).__round__(1)
+      >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 2.0)).__round__(1)
       8.0
     """
     channels.declare(tape, "gaussian_resampling", "interacting")

@@ -61,7 +61,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta)
       ...     return tape.cost(lambda x: jnp.sum(x**2), x, shaping=ap.gaussian_shaping())
-      >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 2.0)).__round__()
+      >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 2.0)).__round__()
       8
     """
     if pathwise not in ("shaped", "raw"):

@@ -43,7 +43,7 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
       ...     choices = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
       ...     tape, x = ap.sample(tape, choices, ap.gumbel_softmax(0.5))
       ...     return tape.cost(x @ jnp.array([1.0, 2.0, 4.0]))
-      >>> ap.grad(program, lanes=10)(jax.random.key(0), jnp.zeros(3)).shape
+      >>> jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), jnp.zeros(3)).shape
       (3,)
     """
     number("the temperature of gumbel_softmax", temperature, positive=True)

@@ -36,7 +36,7 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       >>> def program(tape, log_rate):
       ...     tape, x = ap.sample(tape, dist.Poisson(jnp.full(tape.lanes, jnp.exp(log_rate))), ap.likelihood_ratio())
       ...     return tape.cost(x)
-      >>> second = jax.grad(ap.grad(program, lanes=100_000), argnums=1)
+      >>> second = jax.jit(jax.grad(ap.grad(program, lanes=100_000), argnums=1))
       >>> float(second(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """

@@ -40,7 +40,7 @@ def rao_blackwellized(top: int) -> ChoiceEstimator:
       >>> def program(tape, logits):
       ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 4)))
       ...     return ap.choose(tape, d, lambda x: (x**2, None), ap.rao_blackwellized(2))[0]
-      >>> jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), jnp.zeros(4)).shape
+      >>> jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), jnp.zeros(4)).shape
       (4,)
     """
     top = whole("top of rao_blackwellized, a number of outcomes,", top)

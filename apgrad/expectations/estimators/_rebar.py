@@ -41,7 +41,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
       >>> def program(tape, logit, eta):
       ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
       ...     return ap.choose(tape, d, lambda x: ((x - 0.45) ** 2, None), ap.rebar(0.5, eta))[0]
-      >>> gradient, descent = ap.grad(program, lanes=20_000, argnums=(1, 2))(jax.random.key(0), 0.0, 0.0)
+      >>> gradient, descent = jax.jit(ap.grad(program, lanes=20_000, argnums=(1, 2)))(jax.random.key(0), 0.0, 0.0)
       >>> float(gradient).__round__(2), bool(descent < 0)     # (.55^2 - .45^2) / 4; a larger eta has less variance
       (0.03, True)
     """

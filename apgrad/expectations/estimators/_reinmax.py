@@ -45,7 +45,7 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
       >>> def program(tape, logit):
       ...     tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.full(tape.lanes, logit)), ap.reinmax())
       ...     return tape.cost((x - 0.45) ** 2)
-      >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
+      >>> float(jax.jit(ap.grad(program, lanes=100_000))(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
       0.025
     """
     number("the temperature of reinmax", temperature, positive=True)

@@ -55,7 +55,7 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
       ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
       ...     control = jax.tree_util.Partial(lambda scale, z: scale * jax.nn.sigmoid(z), scale)
       ...     return ap.choose(tape, d, lambda x: ((x - 0.45) ** 2, None), ap.relax(control))[0]
-      >>> gradient, descent = ap.grad(program, lanes=20_000, argnums=(1, 2))(jax.random.key(0), 0.0, 0.0)
+      >>> gradient, descent = jax.jit(ap.grad(program, lanes=20_000, argnums=(1, 2)))(jax.random.key(0), 0.0, 0.0)
       >>> float(gradient).__round__(2), bool(descent < 0)
       (0.03, True)
     """

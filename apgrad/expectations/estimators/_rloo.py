@@ -35,7 +35,7 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
       >>> def program(tape, log_rate):
       ...     d = dist.Poisson(jnp.exp(jnp.broadcast_to(log_rate, (tape.lanes,))))
       ...     return ap.choose(tape, d, lambda x: (x, None), ap.rloo(4))[0]
-      >>> float(ap.grad(program, lanes=20_000)(jax.random.key(0), 0.0)).__round__(1)
+      >>> float(jax.jit(ap.grad(program, lanes=20_000))(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
     samples = whole("the samples of rloo", samples, 2)

@@ -28,7 +28,7 @@ def straight_through() -> Estimator:
       >>> def program(tape, logit):
       ...     tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.full(tape.lanes, logit)), ap.straight_through())
       ...     return tape.cost(4 * x)
-      >>> float(ap.grad(program, lanes=1)(jax.random.key(0), 0.0))
+      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.0))
       1.0
     """
 

@@ -37,7 +37,7 @@ def total_propagation(
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
       ...     return tape.cost(x**2)
-      >>> float(ap.grad(program, lanes=10_000, cross_fit=True)(jax.random.key(0), 2.0)).__round__(1)
+      >>> float(jax.jit(ap.grad(program, lanes=10_000, cross_fit=True))(jax.random.key(0), 2.0)).__round__(1)
       4.0
     """
     require_baseline("total_propagation", baseline)

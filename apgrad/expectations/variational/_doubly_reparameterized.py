@@ -42,7 +42,7 @@ def doubly_reparameterized(samples: int) -> Bound:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
       >>> bound = ap.variational.doubly_reparameterized(samples=4)
-      >>> gradient = jax.grad(lambda m: bound(jax.random.key(0), dist.Normal(m, 0.5**0.5), log_joint))
+      >>> gradient = jax.jit(jax.grad(lambda m: bound(jax.random.key(0), dist.Normal(m, 0.5**0.5), log_joint)))
       >>> abs(float(gradient(0.5))) < 1e-6
       True
     """
