@@ -37,7 +37,10 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first: the notebooks, so that no worker waits for another at the end."""
+    """The longest first: the notebooks, so that no worker waits for another at the end. Experiments' tests are long."""
+    for item in items:
+        if "experiments" in item.path.relative_to(Path(__file__).parent.parent).parts:
+            item.add_marker("long")
     items.sort(key=lambda item: "test_notebook_runs" not in item.name)
 
 

@@ -22,6 +22,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.memory._randomize import StretchWalk, recorded, walked
 from apgrad.memory._recompute import choices
+from tests.cases import cases
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -61,7 +62,20 @@ ESTIMATORS = {
     "clip_lanes": Row(RP(), second="refused", after=ap.clip_lanes),
 }
 
-rows = pytest.mark.parametrize("row", ESTIMATORS.values(), ids=ESTIMATORS.keys())
+# A transformation treats a weight rule as any function of arrays, so one rule stands for all; around a whole objective
+# one baseline stands for all, too.
+RULES_OF_WEIGHTS = {"total_propagation, published", "total_propagation, per step"}
+ALIKE = {"likelihood_ratio, no baseline", "likelihood_ratio, function", "total_propagation, no baseline"}
+ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", "gaussian_shaping, TP"} | RULES_OF_WEIGHTS
+unlike = cases("row", {name: row for name, row in ESTIMATORS.items() if name not in ALIKE})
+# Where they may differ all are tested, those that are alike in the long tests.
+rows = cases("row", ESTIMATORS, long=ALIKE)
+inside = cases(
+    "row",
+    {name: row for name, row in ESTIMATORS.items() if name not in RULES_OF_WEIGHTS},
+    long=ALIKE - RULES_OF_WEIGHTS,
+)
+dtypes = cases("dtype", {"float64": "float64", "bfloat16": "bfloat16"}, long=["float64"])
 
 
 def in_scan(body, carry):
@@ -95,15 +109,6 @@ def step(theta, x):
     return dist.Normal(jnp.sin(theta * x), 0.3)
 
 
-# A transformation treats a weight rule as any function of arrays, so one rule stands for all; around a whole objective
-# one baseline stands for all, too.
-RULES_OF_WEIGHTS = {"total_propagation, published", "total_propagation, per step"}
-ALIKE = {"likelihood_ratio, no baseline", "likelihood_ratio, function", "total_propagation, no baseline"}
-ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", "gaussian_shaping, TP"} | RULES_OF_WEIGHTS
-UNLIKE = {name: row for name, row in ESTIMATORS.items() if name not in ALIKE}
-unlike = pytest.mark.parametrize("row", UNLIKE.values(), ids=UNLIKE.keys())
-
-
 @unlike
 def test_transformations(row):
     objective = jax.jit(ap.expectation(rollout(row, step), lanes=4))
@@ -116,9 +121,9 @@ def nested(body, carry):
     return jax.lax.scan(jax.checkpoint(step), carry, jnp.arange(3))[0]
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in RULES_OF_WEIGHTS])
-def test_nodes_inside_transformations_of_the_program(name):
-    programs = [rollout(ESTIMATORS[name], step, loop=loop) for loop in (nested, lambda body, carry: body(body(carry)))]
+@inside
+def test_nodes_inside_transformations_of_the_program(row):
+    programs = [rollout(row, step, loop=loop) for loop in (nested, lambda body, carry: body(body(carry)))]
     both = [jax.value_and_grad(ap.expectation(program, 6), argnums=1) for program in programs]
     np.testing.assert_allclose(*jax.jit(lambda: [gradient(KEY, 0.7) for gradient in both])(), rtol=2e-5, atol=1e-6)
 
@@ -134,16 +139,16 @@ def assert_dtypes(made, dtype):
 
 
 @rows
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@dtypes
 def test_dtypes(row, dtype):
     with jax.numpy_rank_promotion("raise"):
         assert_dtypes(lambda: (rollout(row, step), jnp.asarray(0.7, dtype)), dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in RULES_OF_WEIGHTS])
+@inside
 @pytest.mark.quick
-def test_pytrees_empty_arrays_closures_modules_and_one_lane(name):
-    explicit = row = ESTIMATORS[name]
+def test_pytrees_empty_arrays_closures_modules_and_one_lane(row):
+    explicit = row
     if isinstance(row.estimator, ap.Mixer):  # the default's suffix is gathered over explicit arguments alone
         explicit = row._replace(estimator=row.estimator._replace(weights=ap.weights.local_covariance()))
     linen = nn.Dense(2)
@@ -272,7 +277,7 @@ CHOICES = {
     "gumbel_softmax": Choice(ap.gumbel_softmax(0.5), outcomes, "yes"),
     "reinmax": Choice(ap.reinmax(), coins, "yes"),
 }
-every_choice = pytest.mark.parametrize("row", CHOICES.values(), ids=CHOICES.keys())
+every_choice = cases("row", CHOICES)
 
 
 def sampled(row, tape, distribution, continuation, *state):
@@ -334,7 +339,7 @@ def test_choices_in_remat_and_jit_with_modules_closures_and_empty_arrays(row):
 
 
 @every_choice
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@dtypes
 def test_dtypes_of_choices(row, dtype):
     assert_dtypes(lambda: (chosen(row, once), parameters_of_choices(jnp.dtype(dtype))), dtype)
 
@@ -345,7 +350,7 @@ DISCRETE = CHOICES | {
     "rloo": Choice(ap.rloo(2), outcomes),
     "measure_valued": Choice(ap.measure_valued(), coins),
 }
-every_discrete = pytest.mark.parametrize("row", DISCRETE.values(), ids=DISCRETE.keys())
+every_discrete = cases("row", DISCRETE)
 
 
 def gradient_of_one_choice(row, distribution, lanes):
@@ -409,7 +414,7 @@ RULES = {
     "forward_gradient": ap.rewiring.forward_gradient(),
     "first_of": ap.rewiring.first_of(ap.rewiring.clip_messages(0.1, where="tanh"), ap.rewiring.kolen_pollack(KEY)),
 }
-rewired = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+rewired = cases("rule", RULES)
 
 
 @jax.jit
@@ -461,7 +466,7 @@ def test_rules_in_control_flow_with_pytrees_integers_and_empty_arrays(rule):
 
 
 @rewired
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@dtypes
 def test_dtypes_of_rules(rule, dtype):
     with jax.enable_x64(dtype == "float64"):
         value_and_updates, args = updates(rule, layer, (parameters(dtype), jnp.ones((2, 3), dtype)))
@@ -506,7 +511,7 @@ MEMORIES = {
     "boundaries": lambda f, *args: ap.randomize(f, ap.memory.rounding(32), boundaries=EIGHT, min_size=1),
     "plan": computed_again,
 }
-remembering = pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES.keys())
+remembering = cases("memory", MEMORIES)
 
 
 def squares(p, x):
@@ -538,7 +543,7 @@ def test_memories_in_control_flow_with_pytrees_closures_and_vmap(memory):
 
 
 @remembering
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@dtypes
 def test_dtypes_of_memories(memory, dtype):
     with jax.enable_x64(dtype == "float64"):
         p, x = parameters(dtype), jax.random.normal(KEY, (128, 3), dtype)
@@ -598,7 +603,7 @@ READERS = {
     "tracing": lambda loss: ap.semiring_grad(loss, ap.tracing.ordinary()),
     "rewiring": lambda loss: jax.grad(ap.rewire(loss, ap.rewiring.gradient_reversal("tan", strength=-1.0))),
 }
-read = pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+read = cases("reader", READERS)
 W = 0.1 * np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 
 

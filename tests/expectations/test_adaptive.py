@@ -161,6 +161,7 @@ step = ap.stochastic(ap.total_propagation())(linear)
 program_of_steps = linear_rollout(ap.total_propagation())
 
 
+@pytest.mark.long
 def test_unbiased_given_the_past_with_few_lanes():
     objective = ap.adaptive(program_of_steps, lanes=6)
 
@@ -285,6 +286,7 @@ def test_argnums_aux_integers_and_keywords():
     assert aux["n"] == 4 and value > 1 and jnp.shape(to_scale) == () and set(to_theta) == {"a", "b"}
 
 
+@pytest.mark.long
 def test_at_the_edge_of_chaos_mixtures_better_both_by_their_own_weights_and_by_those_of_one_earlier_call():
     weights = jnp.array([[-5.0, 5.0], [-25.0, 25.0]])
 
@@ -382,7 +384,7 @@ def test_float64_of_any_size(x64):
         assert np.isfinite(gradient) and np.all(np.isfinite(state.moments)) and np.any(state.moments != 0)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_nodes_of_constants_let_messages_by(first, x64):
     # The other node's target is empty, and it is reached since the suffix or the moments come past it.
     def program(tape, theta):

@@ -13,6 +13,7 @@ import pytest
 import scipy.special
 
 import apgrad as ap
+from tests.cases import cases
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -115,9 +116,9 @@ ROWS = {
     "measure_valued, normal": Row(ap.measure_valued(), "normal", "refused"),
     "measure_valued, gamma": Row(ap.measure_valued(), "gamma", "refused"),
 }
-rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 FIRST = {row.estimator.name: row for row in reversed(ROWS.values())}  # one row for each estimator
-one_row_each = pytest.mark.parametrize("row", FIRST.values(), ids=FIRST.keys())
+one_row_each = cases("row", FIRST)
+rows = cases("row", ROWS, long=[name for name, row in ROWS.items() if row not in FIRST.values()])
 
 # Four models: what the choices' parameters and the costs are made of. The first numbers of theta reach both choices.
 MODELS = np.random.default_rng(0).normal(size=(4, 9)) * np.linspace(0.3, 1.5, 4)[:, None]

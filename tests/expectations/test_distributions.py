@@ -455,7 +455,8 @@ def truths(cases):
         return jax.jit(lambda t: {name: derivative(case, t) for name, case in known.items()})(jnp.float64(THETA))
 
 
-@pytest.mark.parametrize("group", range(12))  # each group is one compiled program
+# Each group is one compiled program.
+@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=pytest.mark.long) for group in range(1, 12))])
 def test_every_distribution_is_right_or_refused(group):
     names = list(CASES)[group::12]
     if importlib.util.find_spec("tensorflow_probability") is None:  # NumPyro draws it with TensorFlow Probability

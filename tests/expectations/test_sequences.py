@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.cases import cases
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -73,7 +74,7 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("baseline", BASELINES.values(), ids=BASELINES.keys())
+@cases("baseline", BASELINES, long=["learned"])
 def test_faded_credit_is_exact_to_second_order(baseline):
     factor = 0.6
     objective = ap.expectation(program(ap.likelihood_ratio(baseline), factor), 100)

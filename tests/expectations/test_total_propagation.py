@@ -147,7 +147,7 @@ def test_without_differentiated_parameters_the_target_is_the_lanes_arguments():
 
 @pytest.mark.optimized  # which multiplies and adds in one rounding
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
-@pytest.mark.parametrize("cross_fit", [False, True])
+@pytest.mark.parametrize("cross_fit", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_exploding_pathwise_gradient_leaves_nothing_behind(weights, cross_fit):
     node = ap.stochastic(ap.total_propagation(weights=weights))(lambda theta: dist.Normal(theta, 1.0))
     # A cost of order 1 whose derivative overflows.

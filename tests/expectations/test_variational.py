@@ -12,6 +12,7 @@ import pytest
 from numpyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 
 import apgrad as ap
+from tests.cases import cases
 from tests.refusals import refused
 
 V = ap.variational
@@ -211,6 +212,7 @@ def test_the_elbo_of_a_model_is_certified():
     ap.testing.certify(gradient, exact_loss, PARAMS, num_samples=10_000, resolution=1.0, order=2)
 
 
+@pytest.mark.long
 def test_elbos_of_all_estimators_and_of_minibatches_are_unbiased():
     estimates = {name: of(name) for name in ("default", "no baseline", "own baseline")}
     estimates |= {f"minibatches, {name}": of(name, 2) for name in ("default", "all scores")}
@@ -346,7 +348,10 @@ def test_sticking_the_landing_keeps_the_jacobian_that_a_delta_carries(to_event):
     ap.testing.assert_unbiased(lambda key: gradient(key, 0.1), truth, KEY, 500)
 
 
-@pytest.mark.parametrize("name", ["AutoDiagonalNormal", "AutoMultivariateNormal", "AutoLowRankMultivariateNormal"])
+GUIDES = ["AutoDiagonalNormal", "AutoMultivariateNormal", "AutoLowRankMultivariateNormal"]
+
+
+@cases("name", dict(zip(GUIDES, GUIDES, strict=True)), long=GUIDES[1:])
 def test_sticking_the_landing_has_the_mean_of_the_elbo_with_automatic_guides(name):
     def model():
         z = numpyro.sample("z", dist.Gamma(2.0, 1.0))

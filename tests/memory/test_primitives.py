@@ -7,9 +7,9 @@ that is not linear, or is linear only for some types, between an array and the p
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import apgrad as ap
+from tests.cases import cases
 from tests.memory.unbiased import KEY, assert_unbiased, normal
 
 R = ap.memory
@@ -98,7 +98,7 @@ X, W, V = normal(0, 8, 8), normal(1, 8, 8), normal(2, 32, 4)
 GROUPS = [list(BETWEEN)[i::6] for i in range(6)]
 
 
-@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+@cases("names", {names[0]: names for names in GROUPS}, long=[names[0] for names in GROUPS[2:]])
 def test_unbiased_and_of_the_same_value(names):
     def function(params):
         def one(name):

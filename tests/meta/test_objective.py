@@ -10,6 +10,7 @@ import pytest
 import apgrad as ap
 from apgrad import meta
 from apgrad.meta import _outer
+from tests.cases import cases
 from tests.refusals import refused
 
 T, HIDDEN, BATCH = 2, 2, 3
@@ -89,7 +90,7 @@ def dot(a, b):
     return sum(jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("options", CASES, ids=described)
+@cases("options", {described(case): case for case in CASES}, long=[described(case) for case in CASES[1:]])
 def test_derivatives_are_those_of_the_documented_loss(x64, options):
     """Reverse and forward mode, and a truncation as long as the unroll: values, and derivatives along a direction."""
     problem, theta, key, loss = setting(options)
@@ -127,6 +128,7 @@ EVOLUTION = [  # the others, over a whole unroll, are the first
 ]
 
 
+@pytest.mark.long
 def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
     options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": True}
     problem, theta, key, loss = setting(options)

@@ -38,7 +38,10 @@ def case(nodes, batch, positions, units, seed=0):
     return network, params, (draw(batch, positions, units), draw(batch, positions, units))
 
 
-@pytest.mark.parametrize(("sizes", "chunks"), [((4, 3, 4), (1, 24)), ((5, 2, 1), (4,))])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(("sizes", "chunks"), [((4, 3, 4), (1, 24)), pytest.param((5, 2, 1), (4,), marks=LONG)])
 def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
     """Rows, positions and units that are equal, that differ, and one of 1; a chunk of one row, and of several."""
     network, params, batch = case(NODES, *sizes)
@@ -56,7 +59,7 @@ def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
     assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=LONG), True])
 def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
     """Updates and the meta-gradient; batch norm stands over all rows, whatever the chunk is."""
     network, params, batch = case(["dense with a bias"], 4, 3, 5)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
+from tests.cases import cases
 from tests.mplp.graphs import close
 from tests.refusals import refused
 
@@ -82,13 +83,14 @@ def convnet():
 
 LAYERED = {
     "Elman's cell": ("sequences", lambda: recurrent(nnx.SimpleCell)),
-    "gated units": pytest.param("sequences", lambda: recurrent(nnx.GRUCell), marks=pytest.mark.long),
+    "gated units": ("sequences", lambda: recurrent(nnx.GRUCell)),
     "convolutions": ("convnets", convnet),
 }
 
 
-@pytest.mark.parametrize("name, make", LAYERED.values(), ids=LAYERED)
-def test_rules_for_other_networks_whose_card_says_how_places_are_named(name, make):
+@cases("named", LAYERED, long=["Elman's cell", "gated units"])
+def test_rules_for_other_networks_whose_card_says_how_places_are_named(named):
+    name, make = named
     x = jax.random.normal(jax.random.key(0), (16, 36))
     batch = x, jax.nn.one_hot(jnp.argmax(x[:, 3:6], axis=1), 3)
     fitted = mplp.fit(make(), itertools.repeat(batch), name, 20, held_out=batch, every=20, progress=False)

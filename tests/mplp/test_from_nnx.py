@@ -126,7 +126,7 @@ CELLS: dict[type, dict] = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [nnx.SimpleCell, pytest.param(nnx.GRUCell, marks=pytest.mark.long)])
 def test_recurrence_is_flaxs_and_its_gradient_exact(cell):
     def model(**options):
         rngs = nnx.Rngs(0)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
+from tests.cases import cases
 from tests.mplp.graphs import first_step
 from tests.refusals import refused
 
@@ -47,11 +48,11 @@ def recurrent(cell):
 ALONE = {
     "perceptron": lambda: made(message_size=0, whiten=False),
     "Elman's cell": lambda: recurrent(nnx.SimpleCell),
-    "gated units": pytest.param(lambda: recurrent(nnx.GRUCell), marks=pytest.mark.long),
+    "gated units": lambda: recurrent(nnx.GRUCell),
 }
 
 
-@pytest.mark.parametrize("make", ALONE.values(), ids=ALONE)
+@cases("make", ALONE, long=["Elman's cell", "gated units"])
 def test_the_gradient_alone_is_averaged_and_normalized(x64, make):
     """Of a parameter that is used in many steps, the gradient as a whole."""
     network, params, (x, y), rule = make()

@@ -14,6 +14,7 @@ from apgrad import mplp
 from apgrad.mplp._protocol import Site
 from apgrad.mplp.rules import _whitening as whitening
 from apgrad.mplp.rules._thesis import BatchNorm
+from tests.cases import cases
 from tests.mplp.graphs import GRAPHS, close, first_step, jit, mlp_params
 from tests.refusals import refused
 
@@ -95,16 +96,19 @@ STARTS_ON = (
     "embedding, recurrence through scan",
 )
 # Every rule on one graph, but "separable, whitening", which is part of "normalized"; and one rule on other graphs.
-CHECKED = [(make, "softmax, cross_entropy", 5) for name, make in RULES.items() if name != "separable, whitening"]
+CHECKED = {name: (make, "softmax, cross_entropy", 5) for name, make in RULES.items() if name != "separable, whitening"}
 of_graphs = functools.partial(separable, neuron_state=2, learning_rate=0.05)
-CHECKED += [(of_graphs, graph, 2) for graph in ("fork (sum), two losses", "several inputs: a gate", *STARTS_ON[1:])]
+OTHERS = ("fork (sum), two losses", "several inputs: a gate", *STARTS_ON[1:])
+CHECKED |= {graph: (of_graphs, graph, 2) for graph in OTHERS}
+QUICKLY = {"gru, shared, gradient", "thesis", "normalized", "embedding, recurrence through scan"}
 
 
 class TestMetaGradients:
     """With respect to the rule, the prior and the hidden state, through 5 steps, in float64."""
 
-    @pytest.mark.parametrize(("make", "graph", "steps"), CHECKED)
-    def test_equal_finite_differences(self, make, graph, steps, x64):
+    @cases("checked", CHECKED, long=CHECKED.keys() - QUICKLY)
+    def test_equal_finite_differences(self, checked, x64):
+        make, graph, steps = checked
         network = GRAPHS[graph].network
         params, batch, batches = task(GRAPHS[graph], steps=steps)
         rule = jiggle(make(mplp.sites(network, params, batch)))

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import apgrad as ap
+from tests.cases import cases
 
 RNG = np.random.default_rng(1)
 
@@ -119,9 +120,9 @@ def loss_of(function):
 
 
 @pytest.mark.filterwarnings("ignore:tracing has no rule:UserWarning")
-@pytest.mark.parametrize("group", GROUPS)
-def test_functions_of_jax(group):
-    entropy, functions = T.entropy(), GROUPS[group]
+@cases("functions", GROUPS, long=GROUPS.keys() - {"lax"})
+def test_functions_of_jax(functions):
+    entropy = T.entropy()
     both = entropy._replace(finish=lambda value: (value[0], entropy.finish(value)))  # the sum of all paths with it
     semirings = [T.ordinary(), T.max_product(), both]
 

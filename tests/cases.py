@@ -1,0 +1,13 @@
+"""Tests of each row of a table; rows that only a few mistakes could tell from others are marked `long`."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+
+def cases(name: str, table: Mapping[str, Any], long: Collection[str] = ()) -> pytest.MarkDecorator:
+    """The argument `name` of a test is each value of the table in turn; those of the keys in `long` are long tests."""
+    assert set(long) <= set(table), f"no rows: {set(long) - set(table)}"
+    marks = lambda key: [pytest.mark.long] if key in long else []
+    return pytest.mark.parametrize(name, [pytest.param(row, id=key, marks=marks(key)) for key, row in table.items()])
