@@ -35,7 +35,8 @@ class MultilevelState(NamedTuple):
     """What earlier calls left: a pytree of arrays, to be carried through training. D is of L differences.
 
     Attributes:
-      difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,).
+      difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,),
+        all in one precision: the gradient's widest, and float32 at least.
       square: the mean of |D|^2 over earlier calls in these units, (L,), float32 or wider.
       product: the mean of the inner product of D and the call before's, the same.
       log_length: the mean of log |D|, (L,); infinite where there was no difference yet.
@@ -99,12 +100,11 @@ def multilevel(
         each = jax.vmap(lambda level: value_and_grad(key, *args, level))
         values, gradients = each(jnp.asarray(levels, jnp.float32))
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
-        found = jax.tree.map(lambda x: x[1:] - x[:-1], gradients)
-        sizes = [jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]
-        size = largest([x.astype(_real(found)) for x in sizes])
+        found = jax.tree.map(lambda x: x[1:] - x[:-1], _wide(gradients))
+        size = largest([jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)])
         usable = jnp.isfinite(size) & (size > 0)
         scale = jnp.where(usable, size, 1)
-        unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim).astype(x.dtype), 0)
+        unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim), 0)
         scaled = jax.tree.map(unit, found)
         length = jnp.where(usable, jnp.log(scale) + jnp.log(jnp.where(usable, _dot(scaled, scaled), 1)) / 2, -jnp.inf)
         return value, first, scaled, length, ~jnp.isfinite(size), jnp.log(scale)
@@ -113,7 +113,7 @@ def multilevel(
         """The differences, none longer than the typical one, and the next state."""
         known, begun = jnp.isfinite(length), jnp.isfinite(state.log_length)
         unit = jnp.where(begun, state.log_length, jnp.where(known, length, 0))
-        by = lambda tree, log: jax.tree.map(lambda x: x * over(jnp.exp(log), x.ndim).astype(x.dtype), tree)
+        by = lambda tree, log: jax.tree.map(lambda x: x * over(jnp.exp(log), x.ndim), tree)
         cut = by(scaled, log_scale - jnp.maximum(unit, length))  # in units of the typical length
         blend = lambda old, new: keep * old + (1 - keep) * new
         square = blend(state.square, jnp.where(lost, 1, _dot(cut, cut)))
@@ -137,8 +137,9 @@ def multilevel(
         value, first, *rest = differences(key, args)
         require_state(rest[0], state.difference)
         cut, after = advance(state, *rest)
-        weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1, precision="highest")
-        return value, jax.tree.map(weighed, first, cut), after
+        weights = lambda d: state.weights.astype(d.dtype)
+        weighed = lambda g, d: g.astype(d.dtype) + jnp.tensordot(weights(d), d, 1, precision="highest")
+        return value, jax.tree.map(lambda g, d: weighed(g, d).astype(g.dtype), first, cut), after
 
     return Adaptive(init, step)
 
@@ -149,11 +150,16 @@ def _real(tree):
     )
 
 
+def _wide(tree):
+    """All arrays in one precision, the widest of theirs and float32: they are scaled by a length that is common."""
+    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, _real(tree))), tree)
+
+
 def _rows(x):
-    return x.reshape(x.shape[0], -1).astype(np.promote_types(x.dtype, np.float32))
+    return x.reshape(x.shape[0], -1)
 
 
 def _dot(a, b):
     dot = functools.partial(jnp.vdot, precision="highest")
-    each = lambda x, y: jax.vmap(dot)(_rows(x), _rows(y)).real.astype(_real(a))
+    each = lambda x, y: jax.vmap(dot)(_rows(x), _rows(y)).real
     return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), _real(a)))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.norms import rescaled
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
-from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
+from apgrad.meta._unroll import Problem, final, objective, only_if, run, scalar, step, zero_of
 
 
 class OuterGradient:
@@ -147,7 +147,8 @@ def advance(
     """The loss of the next segment, with the final loss where the unroll ends, and the unroll after it."""
     state, losses = run(problem, theta, carry.state, segment, remat=remat)
     t = carry.t + segment
-    return jnp.sum(losses) + jnp.where(t >= problem.length, final(problem, theta, state), 0.0), Segments(state, t)
+    ending = lambda: final(problem, theta, state)
+    return jnp.sum(losses) + only_if(t >= problem.length, ending, zero_of(ending)), Segments(state, t)
 
 
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:

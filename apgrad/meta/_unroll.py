@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from apgrad import mplp
 from apgrad._ground.arguments import number, whole
@@ -127,10 +126,11 @@ def inner_problem(
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
         loss = weight * seen / inner.horizon.astype(seen.dtype)
         new = inner._replace(params=params, learner=state, t=inner.t + 1)
-        if shortest is None:
-            return new, loss
-        on = inner.t < inner.horizon
-        return optax.tree.where(on, new, inner), jnp.where(on, loss, 0.0)
+        return new, loss
+
+    def step_of_some(theta, inner):
+        nothing = inner, zero_of(lambda: task.loss(inner.params, task.batch(inner.task, inner.key)))
+        return only_if(inner.t < inner.horizon, lambda: step(theta, inner), nothing)
 
     def final(theta, inner):
         if not held_out:
@@ -138,7 +138,13 @@ def inner_problem(
         batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
         return held_out * task.loss(inner.params, batch)
 
-    return Problem(init, step, final, length, (lambda s: s.params, lambda s, part: s._replace(params=part)))
+    return Problem(
+        init,
+        step_of_some if shortest else step,
+        final,
+        length,
+        (lambda s: s.params, lambda s, part: s._replace(params=part)),
+    )
 
 
 def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
@@ -168,6 +174,19 @@ def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
 
 def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
     return scalar("the final loss", problem.final(theta, state))
+
+
+def only_if(condition: jax.Array, function: Callable[[], Any], other: Any) -> Any:
+    """What a function returns, or something else like it; then the function's derivatives may be NaN.
+
+    A `jnp.where` would multiply those by zero, which is NaN again; a `cond` leaves them out, under `vmap` too.
+    """
+    return jax.lax.cond(condition, function, lambda: other)
+
+
+def zero_of(function: Callable[[], Any]) -> jax.Array:
+    loss = jax.eval_shape(function)
+    return jnp.zeros(loss.shape, loss.dtype)
 
 
 def scalar(what: str, loss: Any) -> Any:

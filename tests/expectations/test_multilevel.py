@@ -93,6 +93,30 @@ def test_lengths_are_in_float32_at_least(dtype):
         np.testing.assert_allclose(found["a"][-1], 201, rtol=8 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_arrays_of_different_precision_have_a_common_length(dtype):
+    """In float16 a length below 6e-8 is zero and one above 65504 infinite, though each level's gradient is neither."""
+    sizes = {"float16": [3e4], "float32": [1e-9, 1.0, 1e6], "float64": [1e-60, 1.0, 1e60]}[dtype]
+
+    def gradient(size):
+        half = min(size, 3e4)  # at one level half the largest, at the other its negative
+
+        def of(key, level):
+            change = jnp.stack([-half, half]).astype("float16")[level.astype(int)]
+            other = level.astype(dtype) * size * jnp.ones(2, dtype)
+            return 0.0, {"half": change * jnp.ones(10_000, "float16"), "other": other}
+
+        return of
+
+    with jax.enable_x64(dtype == "float64"):
+        trainings = [ap.multilevel(gradient(size), (0.0, 1.0), window=1) for size in sizes]
+        for size, (state, found) in zip(sizes, jax.jit(lambda: [calls(t) for t in trainings])(), strict=True):
+            assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))
+            assert found["half"].dtype == "float16" and found["other"].dtype == dtype
+            np.testing.assert_allclose(found["half"][-1], np.float16(min(size, 3e4)), rtol=2e-3)
+            np.testing.assert_allclose(found["other"][-1], size, rtol=1e-5 if dtype != "float16" else 2e-3)
+
+
 def test_refused():
     refused(ValueError, "needs two levels", ap.multilevel, lambda key, level: (0.0, 0.0), (1.0,))
     refused(ValueError, "window=0", ap.multilevel, lambda key, level: (0.0, 0.0), window=0)

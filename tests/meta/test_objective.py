@@ -177,6 +177,18 @@ REFUSED = [
 ]
 
 
+def test_a_step_after_the_horizon_does_not_count_though_it_has_no_derivative(x64):
+    """Of an unroll of one step that could have two: the second would go from .75 to the root of zero."""
+    learner = meta.Learner(lambda theta, params, batch: (), lambda theta, p, state, batch: (p - theta, state))
+    task = family()._replace(prior=lambda key: jnp.asarray(1.5), loss=lambda p, batch: jnp.sqrt(p))
+    problem = meta.inner_problem(task, learner, 2, held_out=0.0, hint=1.0, shortest=1)
+    horizon = jax.jit(lambda key: problem.init(jnp.asarray(0.75), key).horizon)
+    key = next(key for key in jax.random.split(jax.random.key(0), 20) if horizon(key) == 1)
+    one = lambda key: meta.reverse_mode(problem)(jnp.asarray(0.75), key)[:2]
+    for found in jax.jit(lambda key: (one(key), jax.vmap(one)(key[None])))(key):
+        np.testing.assert_allclose(jnp.hstack(found), [np.sqrt(0.75), -0.5 / np.sqrt(0.75)], rtol=1e-12)
+
+
 def test_options_that_make_no_sense_are_refused():
     problem, theta, key, _ = setting({"hint": 1.0})
     for name, value, make in REFUSED:

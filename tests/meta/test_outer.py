@@ -79,6 +79,22 @@ def test_truncation_has_the_bias_of_truncation(x64):
     np.testing.assert_allclose(staggered.state, START * (1 - THETA * A) ** np.asarray(staggered.t), rtol=1e-5)
 
 
+def test_a_final_loss_counts_at_the_end_alone_though_it_has_no_derivative_before(x64):
+    def step(theta, state):
+        s, loss = quadratic().step(theta, state[0])
+        return (s, state[1] + 1), loss
+
+    # After 2 and 4 of 6 steps it is the root of zero, whose derivative is NaN.
+    final = lambda theta, state: jnp.sqrt(theta * (state[1] - 2.0) * (state[1] - 4.0))
+    problem = meta.Problem(lambda theta, key: (jnp.asarray(START), 0.0), step, final, T)
+    one = meta.truncated(problem, 2, stagger=False)
+    found = jax.jit(lambda theta: [unroll_sum(o, theta, jax.random.key(0))[0] for o in (one, meta.batched(one, 2))])(
+        THETA
+    )
+    starts = START * (1 - THETA * A) ** np.array([0, 2, 4])
+    np.testing.assert_allclose(found, sum(exact(THETA, s, 2) for s in starts) + np.sqrt(2 / THETA), rtol=1e-12)
+
+
 def unroll_sum(estimator, theta, key):
     """The sum of an estimator's gradients over one unroll of three segments, and the carry after it."""
     keys = jax.random.split(key, 4)
