@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -165,7 +166,13 @@ def _of_pair(loss, theta, key, sigma):
 
 
 def _antithetic(plus, minus, e, sigma):
-    return (plus + minus) / 2, jax.tree.map(lambda e: ((plus - minus) / (2 * sigma**2)).astype(e.dtype) * e, e)
+    slope = (plus - minus) / (2 * sigma**2)  # which may be beyond the range of half precision where the gradient is not
+
+    def times(e):
+        wide = np.promote_types(e.dtype, slope.dtype)
+        return (slope.astype(wide) * e.astype(wide)).astype(e.dtype)
+
+    return (plus + minus) / 2, jax.tree.map(times, e)
 
 
 def _first(key):

@@ -249,6 +249,15 @@ def test_perturbations_that_rounding_may_take_away_warn():
             jax.eval_shape(lambda th, make=make: estimate(th, make), jnp.float16(1.0))
 
 
+@pytest.mark.filterwarnings("ignore:theta is float16:UserWarning")
+def test_an_evolution_gradient_in_half_precision_is_finite_though_its_slope_is_not():
+    steep = lambda th, s: (s, 1_500 * th.astype(jnp.float32))
+    problem = LINE._replace(step=steep, final=lambda th, s: jnp.zeros(()))
+    both = lambda key: [first(meta.evolution(problem), th, key)[1] for th in (jnp.float16(1), jnp.float32(1))]
+    half, single = jax.jit(jax.vmap(both))(jax.random.split(jax.random.key(0), 50))
+    assert jnp.isfinite(half).all() and jnp.abs(single).max() < 65504
+
+
 def test_a_fixed_integer_is_no_part_of_what_is_trained():
     problem = LINE._replace(step=lambda th, s: (s, th["rate"] * th["n"][...].astype(jnp.float32)))
     problem = problem._replace(final=lambda th, s: 0 * th["rate"])
