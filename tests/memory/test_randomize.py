@@ -191,6 +191,17 @@ def test_residuals_are_fewer():
         assert full / few > least
 
 
+def test_of_an_array_that_divides_the_inverse_is_remembered():
+    """A message is linear in the inverse, which may thus be rounded, and not in the array itself, which would stay."""
+    x = normal(0, 32, 32)
+
+    def loss(w):
+        return jnp.sum((x @ w) / jax.lax.optimization_barrier(0.3 + jnp.exp(x)) @ x)
+
+    assert "sampled" in [how for _, how in R.coefficients(loss, normal(1, 32, 32), min_size=16)]
+    assert_randomized(loss, R.rounding(2, group=8), normal(1, 32, 32), argnums=(0,))
+
+
 def test_dropout_masks_are_made_again_from_their_key():
     def loss(w, x, key):
         h = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0.0)
