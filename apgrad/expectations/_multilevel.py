@@ -152,7 +152,8 @@ def _real(tree):
 
 def _wide(tree):
     """All arrays in one precision, the widest of theirs and float32: they are scaled by a length that is common."""
-    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, _real(tree))), tree)
+    real = _real(tree)
+    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real)), tree)
 
 
 def _rows(x):

@@ -125,10 +125,9 @@ def inner_problem(
         if batch_entropy:
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
         loss = weight * seen / inner.horizon.astype(seen.dtype)
-        new = inner._replace(params=params, learner=state, t=inner.t + 1)
-        return new, loss
+        return inner._replace(params=params, learner=state, t=inner.t + 1), loss
 
-    def step_of_some(theta, inner):
+    def step_before_the_horizon(theta, inner):
         nothing = inner, zero_of(lambda: task.loss(inner.params, task.batch(inner.task, inner.key)))
         return only_if(inner.t < inner.horizon, lambda: step(theta, inner), nothing)
 
@@ -140,7 +139,7 @@ def inner_problem(
 
     return Problem(
         init,
-        step_of_some if shortest else step,
+        step_before_the_horizon if shortest else step,
         final,
         length,
         (lambda s: s.params, lambda s, part: s._replace(params=part)),
