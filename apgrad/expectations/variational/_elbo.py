@@ -287,7 +287,10 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 drawn = draw.sites.get(name)
                 if drawn is None and not (site["is_observed"] or name in draw.substituted):
                     if prefix == "model ":
-                        raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
+                        raise ValueError(
+                            f"variational.elbo: the model's latent site {name} is not in the guide. Sample it there, or "
+                            "fix its value with numpyro.handlers.condition."
+                        )
                     raise ValueError(
                         f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
                         "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
