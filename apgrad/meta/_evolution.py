@@ -172,7 +172,8 @@ def _antithetic(plus, minus, e, sigma):
         wide = np.promote_types(e.dtype, slope.dtype)
         return (slope.astype(wide) * e.astype(wide)).astype(e.dtype)
 
-    return (plus + minus) / 2, jax.tree.map(times, e)
+    trained, fixed = partition(e)
+    return (plus + minus) / 2, with_zeros(jax.tree.map(times, trained), fixed)
 
 
 def _first(key):

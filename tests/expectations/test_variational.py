@@ -425,4 +425,4 @@ def test_what_does_not_fit_is_an_error():
         (ValueError, "must be an integer of at least 1", None, {"lanes": 0}),
     ):
         refused(error, words, run, estimators, guide, **options)
-    refused(ValueError, r"latent site mu is not in the guide. Sample.*handlers\.condition", run, None, lambda data: None)
+    refused(ValueError, r"latent site mu is not in the guide.*handlers\.condition", run, None, lambda data: None)

@@ -288,8 +288,8 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 if drawn is None and not (site["is_observed"] or name in draw.substituted):
                     if prefix == "model ":
                         raise ValueError(
-                            f"variational.elbo: the model's latent site {name} is not in the guide. Sample it there, or "
-                            "fix its value with numpyro.handlers.condition."
+                            f"variational.elbo: the model's latent site {name} is not in the guide. Sample it there, "
+                            "or fix its value with numpyro.handlers.condition."
                         )
                     raise ValueError(
                         f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
