@@ -47,6 +47,7 @@ def episode(model, estimator):
     return program
 
 
+@pytest.mark.long
 def test_total_propagation_through_a_randomized_model_is_unbiased():
     """In a scan a node is differentiated with and without its lanes' arguments, and remembers other things then."""
     x = jnp.ones((8, 2))

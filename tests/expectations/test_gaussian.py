@@ -39,10 +39,10 @@ def exact(theta):
 ESTIMATORS = [ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()]
 
 
-LONG = pytest.mark.long
+MORE = [(5, {}), (8, {"cross_fit": True})]
 
 
-@pytest.mark.parametrize("lanes, options", [(2, {}), pytest.param(5, {}, marks=LONG), (8, {"cross_fit": True})])
+@pytest.mark.parametrize("lanes, options", [(2, {}), *(pytest.param(*more, marks=pytest.mark.long) for more in MORE)])
 def test_shaping_is_unbiased_for_a_gaussian_state_and_a_quadratic_cost(lanes, options):
     cases = [(e, p) for e in ESTIMATORS for p in ("shaped", "raw") if options or e.name != "total_propagation"]
     shaped = [program(e, shaping=ap.gaussian_shaping(p)) for e, p in cases]

@@ -37,7 +37,7 @@ def exact_mixture(t):
     "make, power, exact, orders",
     [
         (normal, 3, lambda t: jnp.sin(t) ** 3 + 3 * jnp.sin(t) * jnp.exp(2 * t), 3),  # m^3 + 3 m s^2
-        (mixture, 2, exact_mixture, 2),  # implicitly, by the cdf
+        pytest.param(mixture, 2, exact_mixture, 2, marks=pytest.mark.long),  # implicitly, by the cdf
     ],
 )
 def test_derivatives_of_any_order(make, power, exact, orders):

@@ -111,6 +111,7 @@ def test_flax_modules_unchanged_remember_little():
     assert remembered(lambda *a: random(KEY, *a), params, x) < remembered(loss, params, x) / 7
 
 
+@pytest.mark.long
 def test_nnx_modules_unchanged_are_unbiased():
     loss, params = nnx_loss(4, 3 * 3 * 8)
     x = normal(0, 2, 6, 6, 3)

@@ -373,7 +373,10 @@ def bits(values):
     return [np.asarray(x).tobytes() for x in values]
 
 
-@pytest.mark.parametrize(("name", "learns"), [("per synapse", False), ("thesis, fixed rate", True)])
+PER_SYNAPSE = pytest.param("per synapse", False, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "learns"), [PER_SYNAPSE, ("thesis, fixed rate", True)])
 def test_training_leaves_it_alone(name, learns):
     """In two steps by an outer gradient that perturbs and an optimizer that decays all that they are given."""
     rule = rule_of(name)

@@ -100,7 +100,7 @@ CHECKED = {name: (make, "softmax, cross_entropy", 5) for name, make in RULES.ite
 of_graphs = functools.partial(separable, neuron_state=2, learning_rate=0.05)
 OTHERS = ("fork (sum), two losses", "several inputs: a gate", *STARTS_ON[1:])
 CHECKED |= {graph: (of_graphs, graph, 2) for graph in OTHERS}
-QUICKLY = {"gru, shared, gradient", "thesis", "normalized", "embedding, recurrence through scan"}
+QUICKLY = {"thesis", "normalized", "embedding, recurrence through scan"}
 
 
 class TestMetaGradients:

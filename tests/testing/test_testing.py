@@ -167,7 +167,7 @@ def test_lanes_that_act_on_each_other_are_found(couple):
         refused(AssertionError, "moved from", ap.testing.assert_independent_lanes, program, 6, KEY)
 
 
-@pytest.mark.parametrize("lanes", [4, 7])
+@pytest.mark.parametrize("lanes", [pytest.param(4, marks=pytest.mark.long), 7])
 def test_lanes_that_do_not_act_on_each_other_pass(lanes):
     for scan in (False, True):
         ap.testing.assert_independent_lanes(independent(ap.likelihood_ratio(), jnp.sin, scan), lanes, KEY)

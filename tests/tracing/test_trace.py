@@ -134,7 +134,7 @@ def mlp():
     return loss, params, ap.trace_gradients(loss)(params)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
+@pytest.mark.parametrize("kind", ["greedy", pytest.param("viterbi", marks=pytest.mark.long)])
 def test_influence_counts_the_paths(mlp, kind):
     _, params, trace = mlp
     found = trace.influence(kind)
