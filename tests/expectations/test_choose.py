@@ -186,7 +186,7 @@ def test_two_choices_in_a_scan_have_the_exact_gradient_of_four_models(row):
     ap.testing.assert_unbiased(lambda key: by_model(key, theta, models), truth(row.family), KEY, 1_000)
 
 
-@one_row_each
+@cases("row", FIRST, long=["rao_blackwellized", "rebar", "relax", "double_control_variates"])
 def test_second_derivatives_are_exact_or_refused(row):
     theta, model, along = (jnp.asarray(x, jnp.float32) for x in (THETA, MODELS[1], [1.0, -0.5, 2.0]))
     gradient = jax.grad(ap.expectation(program(row), 50), argnums=1)

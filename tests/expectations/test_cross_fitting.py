@@ -12,6 +12,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.expectations.mixing import _features
 from experiments.parts import jump_weights
+from tests.cases import cases
 from tests.expectations.programs import LINEAR_THETA as THETA, linear_rollout, linear_truth, paid, rollout
 from tests.refusals import refused
 
@@ -36,7 +37,7 @@ def with_code(estimator):
     return linear_rollout(estimator, between=lambda x: jnp.exp(jnp.log(x + 50.0)) - 50.0)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS.keys())
+@cases("estimator", ESTIMATORS, long=["local", "suffix", "mean test", "no baseline"])
 def test_unbiased_with_few_lanes(estimator):
     gradient = jax.grad(ap.expectation(with_code(estimator), lanes=10, cross_fit=True), argnums=1)
     ap.testing.assert_unbiased(lambda key: gradient(key, THETA), linear_truth(THETA), KEY, 20_000)

@@ -34,7 +34,7 @@ def squared(estimator):
     return program
 
 
-@pytest.mark.parametrize("estimator", ["lr", "tp"])
+@pytest.mark.parametrize("estimator", ["lr", pytest.param("tp", marks=pytest.mark.long)])
 def test_calls_without_jit_compile_nothing_again(estimator):
     gradient = jax.grad(ap.expectation(squared(estimator), 4, has_aux=True), argnums=1, has_aux=True)
     for i in range(2):

@@ -74,7 +74,7 @@ BASELINES = {
 }
 
 
-@cases("baseline", BASELINES, long=["learned"])
+@cases("baseline", BASELINES, long=["leave_one_out", "learned"])
 def test_faded_credit_is_exact_to_second_order(baseline):
     factor = 0.6
     objective = ap.expectation(program(ap.likelihood_ratio(baseline), factor), 100)

@@ -85,7 +85,7 @@ def test_sample_weighs_each_coordinate_by_itself(x64):
     np.testing.assert_allclose(to_loc * 6, mixed, rtol=1e-10)
 
 
-@pytest.mark.parametrize("by_sample", [True, False])
+@pytest.mark.parametrize("by_sample", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_distribution_that_keeps_what_it_computed_of_a_parameter_has_one_weight(by_sample):
     # LKJCholesky samples by a Beta that it keeps, and has its density by the concentration.
     mixer = ap.total_propagation(target="parameters")

@@ -98,7 +98,7 @@ X, W, V = normal(0, 8, 8), normal(1, 8, 8), normal(2, 32, 4)
 GROUPS = [list(BETWEEN)[i::6] for i in range(6)]
 
 
-@cases("names", {names[0]: names for names in GROUPS}, long=[names[0] for names in GROUPS[2:]])
+@cases("names", {names[0]: names for names in GROUPS}, long=[names[0] for names in GROUPS[1:]])
 def test_unbiased_and_of_the_same_value(names):
     def function(params):
         def one(name):

@@ -43,7 +43,7 @@ def estimates(samplers, x, axis, draws=DRAWS):
     return jax.tree.map(lambda s: jax.vmap(lambda key: restored(s, key, x, axis))(keys), samplers)
 
 
-@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("axis", [1, pytest.param(-1, marks=pytest.mark.long)])
 def test_mean_and_variance_are_as_said(axis):
     x = X if axis == 1 else X.reshape(3, 24)
     variances = jax.jit(lambda x: [sampler.variance(x, axis) for sampler in SAMPLERS.values()])(x)

@@ -15,13 +15,14 @@ import apgrad as ap
 from apgrad import mplp
 from apgrad._ground.port import port
 from experiments.benchmarks.tracing import LOGARITHMS
+from tests.cases import cases
 from tests.refusals import refused
 from tests.tracing.models import KEY, MINE, MODELS, numbers
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_sum_is_the_gradient(name):
-    loss, params = MODELS[name]()
+@cases("model", MODELS, long=["cnn", "batch norm"])
+def test_the_sum_is_the_gradient(model):
+    loss, params = model()
     together = jax.jit(
         lambda p: (jax.grad(loss)(p), ap.semiring_grad(loss, ap.tracing.ordinary())(p), ap.semiring_grad(loss, MINE)(p))
     )
