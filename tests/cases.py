@@ -1,4 +1,4 @@
-"""Tests of each row of a table; rows that only a few mistakes could tell from others are marked `long`."""
+"""Tests of each row of a table. Rows that exercise the same lines as other rows can be marked `long`."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -176,9 +176,9 @@ def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
 
 
 def only_if(condition: jax.Array, function: Callable[[], Any], other: Any) -> Any:
-    """What a function returns, or something else like it; then the function's derivatives may be NaN.
+    """`function()` where the condition holds, else `other`, even if the function's derivatives are NaN there.
 
-    A `jnp.where` would multiply those by zero, which is NaN again; a `cond` leaves them out, under `vmap` too.
+    `jnp.where` would multiply such derivatives by zero, which gives NaN; a `cond` leaves them out, under `vmap` too.
     """
     return jax.lax.cond(condition, function, lambda: other)
 

@@ -99,7 +99,7 @@ def test_arrays_of_different_precision_have_a_common_length(dtype):
     sizes = {"float16": [3e4], "float32": [1e-9, 1.0, 1e6], "float64": [1e-60, 1.0, 1e60]}[dtype]
 
     def gradient(size):
-        half = min(size, 3e4)  # at one level half the largest, at the other its negative
+        half = min(size, 3e4)  # each element of the float16 array is -half at the first level and half at the second
 
         def of(key, level):
             change = jnp.stack([-half, half]).astype("float16")[level.astype(int)]
