@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode
 from jax.tree_util import Partial
 
 from apgrad._programs.jaxprs import place, restrict
@@ -47,6 +48,18 @@ def derivatives(equation: Equation) -> list[Any]:
     function, values = restrict(equation.call, equation.inputs, chosen)
     outputs, pullback = jax.vjp(function, *values)
     return place(pullback([jnp.ones_like(y) for y in outputs]), chosen, [None] * len(equation.inputs))
+
+
+def transposed_mode(name: str, params: Any) -> dict[str, Any]:
+    """Parameters with which indices that were promised to be in bounds, and are not, go where JAX's transpose has them.
+
+    It is a scatter for a gather, and a gather for a scatter; XLA leaves out what is scattered out of bounds, and clamps
+    what is gathered.
+    """
+    if name not in ("gather", "scatter-add", "scatter-sub") or params["mode"] != GatherScatterMode.PROMISE_IN_BOUNDS:
+        return {}
+    dropped = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+    return dropped if name == "gather" else {"mode": GatherScatterMode.CLIP}
 
 
 def require_countable(equation: Equation, size: int) -> int:

@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.kinds import IDENTITY
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, require_countable
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, require_countable, transposed_mode
 from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
 
 
@@ -89,9 +89,10 @@ def _gather(equation: Equation) -> Pull:
     """gather: gathering the numbers of the operand's elements tells which element each output element is."""
     semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
     size = require_countable(equation, math.prod(shape))
+    changes = transposed_mode(equation.name, equation.params) | {"fill_value": -1}
 
     def pull(indices, messages):
-        source = call(jnp.arange(size, dtype=jnp.int32).reshape(shape), indices, fill_value=-1)[0]
+        source = call(jnp.arange(size, dtype=jnp.int32).reshape(shape), indices, **changes)[0]
         return [jax.tree.map(lambda x: x.reshape(shape), plus_by_index(semiring, messages[0], source, size)), None]
 
     call = equation.call

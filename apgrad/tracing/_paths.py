@@ -8,6 +8,7 @@ With the messages of `top_k`, each contribution comes with the weights of its ow
 goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from jax.extend.core import Literal
 from apgrad._ground.messages import Static, form_of
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
+from apgrad.tracing._equation import transposed_mode
 from apgrad.tracing._interpreter import Context, backward, filled, forward, walk
 from apgrad.tracing._semirings import Semiring
 
@@ -217,7 +219,8 @@ class Reader:
         return self._loop(scope, inside, inputs, active, arrived, at)
 
     def _edge(self, scope, eqn, inputs, arrived, at) -> Way:
-        function, (x,) = jaxprs.restrict(jaxprs.caller(eqn), inputs, [at.number])
+        call = functools.partial(jaxprs.caller(eqn), **transposed_mode(eqn.primitive.name, eqn.params))
+        function, (x,) = jaxprs.restrict(call, inputs, [at.number])
         x = jnp.asarray(x)
         _, columns = jax.jvp(function, (x,), (jnp.zeros_like(x).at[at.index].set(1),))
         candidates = []

@@ -74,6 +74,17 @@ FAMILIES = {
     "moves by an index": {
         "gather": (lambda x: x[jnp.array([0, 2, 0, 2])], (r(3, 2),)),
         "gather, out of bounds": (lambda x: x.at[jnp.array([0, 7, 2])].get(mode="fill", fill_value=0.0), (r(3, 2),)),
+        "gather, promised": (lambda x: x[jnp.array([0, 7, 2, -9])], (r(3, 2),)),
+        "gather, a window that is promised": (
+            lambda x: lax.gather(
+                x, jnp.array([[0], [2]]), lax.GatherDimensionNumbers((1,), (), (0,)), (2,), mode="promise_in_bounds"
+            ),
+            (r(3),),
+        ),
+        "scatter-add, promised": (
+            lambda x, u: x.at[jnp.array([0, 9])].add(u, mode="promise_in_bounds"),
+            (r(3), r(2)),
+        ),
         "scatter": (lambda x, u: x.at[jnp.array([0, 2, 0])].set(u), (r(4, 2), r(3, 2))),
         "scatter-add": (lambda x, u: x.at[jnp.array([0, 2, 0, 9])].add(u, mode="drop"), (r(4, 2), r(4, 2))),
         "scatter-sub": (lambda x, u: x.at[jnp.array([0, 2, 0])].subtract(u), (r(4), r(3))),

@@ -259,6 +259,17 @@ def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest()
     assert trace.path("x", np.int64(2)) == trace.path("x", (jnp.int32(-1),))
 
 
+def test_the_paths_of_an_index_out_of_bounds_are_those_of_the_gradient():
+    """An index is promised to be in bounds; where it is not, JAX clamps it on the way there or on the way back."""
+    taken = lambda x: jnp.sum(x[jnp.array([5, 2, 0])] * jnp.array([7.0, 3.0, 5.0]))
+    added = lambda x: jnp.zeros(2).at[jnp.array([0, 9, 9])].add(x, mode="promise_in_bounds")[1]
+    for loss in (taken, added):
+        trace = ap.trace_gradients(loss)(jnp.ones(3))
+        np.testing.assert_array_equal(trace.weights, trace.gradient)
+        for i, weight in enumerate(trace.weights.tolist()):
+            assert [np.prod([s.weight for s in path]) for path in trace.paths("x", i, 3)] == [weight] * (weight > 0)
+
+
 def test_there_may_be_fewer_paths_and_the_loss_itself_has_one_without_edges():
     trace = ap.trace_gradients(lambda x: 2.0 * x[0] + 0.0 * x[1])(jnp.ones(2))
     assert len(trace.paths("x", 0)) == 1 and trace.paths("x", 1) == []
