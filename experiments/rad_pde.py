@@ -196,7 +196,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         "gradients": gradients,
         "exact": np.asarray(exact).tolist(),
         "residual_bytes": sum(r.nbytes for r in rad.residuals(lambda t: loss(jax.random.key(0), t), theta)),
-        "temp_bytes": rad.temp_bytes(lambda t: loss(jax.random.key(0), t), theta),
+        "temp_bytes": rad.temp_bytes(loss, jax.random.key(0), theta),
         "microseconds_a_step": microseconds,
     }
 

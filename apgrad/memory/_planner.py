@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from apgrad._ground.arguments import chosen_numbers, number
-from apgrad._programs import jaxprs
 from apgrad.memory._budget import added_variance, allocate
 from apgrad.memory._randomize import StretchWalk, listed, recorded, walked
 from apgrad.memory._recompute import choices
@@ -98,13 +96,10 @@ def plan(
     if unknown := [m for m in methods if m not in METHODS]:
         raise ValueError(f"the methods of a plan are {', '.join(METHODS)}; got {', '.join(map(repr, unknown))}")
     numbers = chosen_numbers(argnums, len(args))
-    filled = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-    args = tuple(x if i in numbers else jax.tree.map(filled, x) for i, x in enumerate(args))
     trials: list[Trial] = []
 
     def compiled(method: str, work: float, variance: float, random: Callable[..., Any]) -> Trial:
-        some = lambda *chosen: random(jax.random.key(0), *jaxprs.place(chosen, numbers, args))
-        peak = temp_bytes(some, *(args[i] for i in numbers))
+        peak = temp_bytes(random, jax.random.key(0), *args, argnums=[i + 1 for i in numbers])
         trials.append(Trial(method, peak, work, variance, random))
         return trials[-1]
 

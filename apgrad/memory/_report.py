@@ -9,7 +9,7 @@ are counted. **XLA on the CPU drops optimization barriers** (its pass `cse_barri
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from apgrad._ground.arguments import chosen_numbers
 from apgrad._ground.pictures import new_figure
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
@@ -364,11 +365,11 @@ def memory_report(
       >>> report.rows["reverse mode"].residual_bytes > 5 * report.rows["rounding, 4 bits"].residual_bytes
       True
     """
-    functions: dict[str, Callable[..., Any]] = {"reverse mode": function}
+    functions: dict[str, tuple[Callable[..., Any], Any]] = {"reverse mode": (function, args)}
     if key is not None:
         for bits in (4, 2):
-            functions[f"rounding, {bits} bits"] = functools.partial(randomize(function, rounding(bits=bits)), key)
-    functions |= variants or {}
+            functions[f"rounding, {bits} bits"] = randomize(function, rounding(bits=bits)), (key, *args)
+    functions |= {name: (f, args) for name, f in (variants or {}).items()}
     flat, _, put = _arguments(args)
     if idle := _idle_policies(jaxprs.trace(lambda *values: function(*put(*values)), *flat)[0]):
         warn(
@@ -376,11 +377,11 @@ def memory_report(
             "jax.ad_checkpoint.checkpoint_name inside the block?",
         )
     rows, note = {}, compiled_note()
-    for i, (name, f) in enumerate(functions.items()):
+    for i, (name, (f, given)) in enumerate(functions.items()):
         if sys.stderr.isatty() and len(functions) > 1:  # compiling a large model takes minutes
             print(f"memory_report: {name}, {i + 1} of {len(functions)} gradients to compile", file=sys.stderr)
-        kept = residuals(f, *args)
-        rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
+        kept = residuals(f, *given)
+        rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *given), kept)
     first = rows["reverse mode"]
     is_more = lambda mine, full: mine - full >= max(_NOTICEABLE * full, 1)
     more = [
@@ -406,12 +407,14 @@ def compiled_note() -> str:
     return "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
 
 
-def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
+def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> int:
     """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
 
     Args:
       function: `(*args) -> scalar`.
-      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
+      *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s, all of them inputs of the program that is compiled.
+        What is made of arrays that the function closes over alone is no scratch memory: XLA computes it beforehand.
+      argnums: the arguments to differentiate with respect to, where floating-point; all if not given.
 
     Returns:
       The bytes, or -1 where the compiler gives no account.
@@ -419,7 +422,7 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     Raises:
       TypeError: if the function has more outputs than one scalar.
     """
-    flat, inexact, put = _arguments(args)
+    flat, inexact, put = _arguments(args, argnums)
 
     def scalar(*values):
         output = function(*put(*values))
@@ -437,8 +440,10 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     return int(analysis.temp_size_in_bytes) if analysis is not None else -1
 
 
-def _arguments(args: Any) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
+def _arguments(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
     """The shapes of the arrays in arguments, the numbers of the inexact ones, and what puts arrays in their places."""
     flat, put = jaxprs.arrays_of(args)
-    inexact = tuple(i for i, x in enumerate(flat) if jaxprs.is_inexact(x))
-    return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in flat], inexact, put
+    chosen = range(len(args)) if argnums is None else chosen_numbers(argnums, len(args))
+    owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
+    inexact = tuple(i for i, x in enumerate(flat) if owners[i] in chosen and jaxprs.is_inexact(x))
+    return list(jax.eval_shape(lambda *arrays: arrays, *flat)), inexact, put

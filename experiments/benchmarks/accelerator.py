@@ -101,7 +101,7 @@ def trained(config: Config, method: str) -> dict[str, Any]:
     tokens = jnp.zeros((config.batch, config.length), jnp.int32)
     function, kept = lambda key, *a: loss(*a), "recompute" if method == "jax.checkpoint" else "keep"
     if method in SHARES:
-        budget = rad.temp_bytes(lambda p: loss(p, tokens), parameters) // SHARES[method]
+        budget = rad.temp_bytes(loss, parameters, tokens, argnums=0) // SHARES[method]
         try:
             plan = rad.plan(loss, parameters, tokens, budget_bytes=budget)
         except ValueError as error:

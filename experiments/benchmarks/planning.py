@@ -94,8 +94,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     functions = {"reverse mode": lambda key, *a: plain(*a), SINGLE[0]: lambda key, *a: checkpointed(*a)}
     functions |= {f"{b} bits": ap.randomize(plain, rad.rounding(bits=b)) for b in (8, 4, 2)}
     key = jax.random.key(seed)
-    peak = lambda f: rad.temp_bytes(lambda p: f(key, p, x), parameters)
-    memory = {name: peak(f) for name, f in functions.items()}
+    memory = {name: rad.temp_bytes(f, key, parameters, x, argnums=1) for name, f in functions.items()}
     plans = {}
     for name in SINGLE:
         start = time.process_time()

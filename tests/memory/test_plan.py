@@ -10,6 +10,7 @@ import pytest
 import apgrad as ap
 from apgrad.memory._randomize import StretchWalk, recorded, walked
 from apgrad.memory._recompute import choices
+from experiments.parts.turns import BARRIERS
 from tests.memory.unbiased import KEY, assert_unbiased, normal
 from tests.refusals import refused
 
@@ -27,7 +28,9 @@ ARRAY = 4 * X.size
 
 
 def peak(function, *args):
-    return R.temp_bytes(lambda p: function(KEY, p, *args[1:]), args[0])
+    """Of the gradient by the second argument, as users compile it: every argument is an input."""
+    gradient = jax.jit(jax.grad(function, argnums=1)).lower(KEY, *args)
+    return gradient.compile(compiler_options=BARRIERS).memory_analysis().temp_size_in_bytes
 
 
 def computed_again(function, stays):
@@ -96,7 +99,7 @@ def test_blocks_in_a_loop_need_no_checkpoint_by_hand():
     sizes = {"qkv": (16, 48), "up": (16, 64), "down": (64, 16)}
     ps = [{k: normal(i, *size) / 16 for k, size in sizes.items()} for i in range(4)]
     x = normal(99, 8, 32, 16)
-    by_hand = R.temp_bytes(lambda ps: loss(ps, x, jax.checkpoint), ps)
+    by_hand = R.temp_bytes(lambda ps, x: loss(ps, x, jax.checkpoint), ps, x, argnums=0)
     plan = R.plan(loss, ps, x, budget_bytes=by_hand)
     assert plan.chosen.method == "recompute" and plan.chosen.work < 0.8
     exact, found = jax.jit(jax.grad(loss))(ps, x), jax.jit(jax.grad(plan.function, 1))(KEY, ps, x)
@@ -110,6 +113,24 @@ def test_a_plan_is_made_of_shapes_alone():
     shapes = jax.eval_shape(lambda *args: args, *args)
     found, true = (R.plan(loss, *some, budget_bytes=200_000) for some in (shapes, args))
     assert found.chosen[:3] == true.chosen[:3]
+
+
+@pytest.mark.quick
+def test_what_is_made_of_arguments_that_are_not_differentiated_counts():
+    """Features of a batch, frozen weights and a mask of dropout: they were constants, and a plan kept too much."""
+
+    def loss(w, frozen, x, key, scale):
+        features = jnp.concatenate([jnp.cos(k * x @ frozen) for k in range(1, 9)], -1)
+        return jnp.mean((jnp.where(jax.random.bernoulli(key, 0.5, features.shape), features, 0) @ w * scale) ** 2)
+
+    args = normal(1, 128, 4), normal(2, 16, 16), X, KEY
+    shapes = jax.eval_shape(lambda *args: args, *args)
+    found, true = (R.plan(loss, *some, 0.5, budget_bytes=10**9).chosen for some in (shapes, args))
+    needed = peak(lambda _, *args: loss(*args), *args, 0.5)
+    assert found.peak_bytes == true.peak_bytes == needed > 4 * X.shape[0] * 128
+    rows = ap.memory_report(mlp, WS[:2], X, key=KEY).rows
+    random = ap.randomize(mlp, R.rounding(4))
+    assert rows["rounding, 4 bits"].temp_bytes == peak(lambda key, args: random(key, *args), (WS[:2], X))
 
 
 def test_a_budget_is_refused_with_the_smallest_that_is_kept():

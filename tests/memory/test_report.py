@@ -38,6 +38,11 @@ def test_consumers_and_remedies():
     assert "residuals kB" in small and "  80 bytes  cos" in small and "0.000" not in small.split("\nthe largest")[1]
 
 
+def test_a_number_of_python_leaves_arrays_in_their_precision():
+    found = R.residuals(lambda x, scale: jnp.sum(jnp.sin(x * scale)), X.astype(jnp.bfloat16), 0.5)
+    assert {r.dtype for r in found if r.shape} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_what_is_not_linear_is_not_rounded_and_work_is_that_of_its_product():
     def loss(w, x):
         h = x @ w
