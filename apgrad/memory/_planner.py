@@ -77,6 +77,7 @@ def plan(
 
     Raises:
       ValueError: if the budget cannot be kept, with the smallest that was found; for an unknown method or a bad number.
+      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -93,8 +94,8 @@ def plan(
     number("budget_bytes", budget_bytes)
     number("min_size", min_size)
     number("variance", variance)
-    if unknown := [m for m in methods if m not in METHODS]:
-        raise ValueError(f"the methods of a plan are {', '.join(METHODS)}; got {', '.join(map(repr, unknown))}")
+    if isinstance(methods, str) or not methods or not set(methods) <= set(METHODS):
+        raise ValueError(f"the methods of a plan are one or both of {str(METHODS)[1:-1]}, in a list; got {methods!r}")
     numbers = chosen_numbers(argnums, len(args))
     trials: list[Trial] = []
 

@@ -420,9 +420,16 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
       The bytes, or -1 where the compiler gives no account.
 
     Raises:
-      TypeError: if the function has more outputs than one scalar.
+      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
     """
     flat, inexact, put = _arguments(args, argnums)
+    if not inexact:
+        leaves = jax.tree.leaves(args if argnums is None else [args[i] for i in chosen_numbers(argnums, len(args))])
+        found = ", ".join(dict.fromkeys(str(getattr(x, "dtype", type(x).__name__)) for x in leaves)) or "none"
+        raise TypeError(
+            f"this gradient needs a floating-point array to differentiate with respect to, got {found}. "
+            "Give parameters in floating point; argnums, where there are any, are their numbers."
+        )
 
     def scalar(*values):
         output = function(*put(*values))

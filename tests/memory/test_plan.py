@@ -150,7 +150,15 @@ def test_a_small_loop_is_measured():
         R.plan(loop, jnp.ones(6), budget_bytes=100)
 
 
-@pytest.mark.parametrize("options, words", [({"methods": ["guess"]}, "'guess'"), ({"budget_bytes": "1 MB"}, "finite")])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"methods": ["guess"]}, "'guess'"),
+        ({"methods": "pack"}, "one or both of 'recompute', 'pack', in a list; got 'pack'"),
+        ({"methods": ()}, r"got \(\)"),
+        ({"budget_bytes": "1 MB"}, "finite"),
+    ],
+)
 def test_wrong_options_are_named(options, words):
     refused(ValueError, words, R.plan, mlp, WS, X, **{"budget_bytes": 100} | options)
 

@@ -132,6 +132,15 @@ def test_a_program_is_read_in_linear_time(read):
     assert large - middle < 2.5 * (middle - small)
 
 
+def test_without_floating_arrays_there_is_nothing_to_measure():
+    words = "a floating-point array to differentiate with respect to, got "
+    loss = lambda w, at, key: jnp.sum(w) * at * jax.random.normal(key)
+    args, key = (jnp.ones(3), jnp.arange(2)), jax.random.key(0)
+    refused(TypeError, rf"{words}int32", R.plan, loss, *args, key, budget_bytes=10, argnums=1)
+    refused(TypeError, rf"{words}key<fry>.*argnums", R.plan, loss, *args, key, budget_bytes=10, argnums=2)
+    refused(TypeError, rf"{words}int. Give", ap.memory_report, lambda n: n * 1.0, 3)
+
+
 def test_a_function_with_an_auxiliary_output_is_an_error_that_says_what_to_do():
     both = lambda x: (jnp.sum(x), {"statistics": x})
     refused(
