@@ -32,7 +32,7 @@ class Influence:
 
     Attributes:
       share: (..., components, parameters), floating point: of the parameter's elements that have a path, the share
-        whose path runs through the component. NaN for a parameter without such elements.
+        whose path runs through the component. NaN for a parameter without such elements, or with a path weight of NaN.
       gradient: the same share, with each element weighed by its |gradient|.
       components: names of the rows.
       parameters: names of the columns.
@@ -233,12 +233,11 @@ def _column(value, gradient, components, words):
     strength = value[1 if len(value) - words == 2 else 0].ravel()
     masks = jnp.stack([m.ravel() for m in value[-words:]])
     size = jnp.abs(gradient).ravel()
-    alive = (strength > 0) | jnp.isnan(strength)
+    alive, unknown = strength > 0, jnp.any(jnp.isnan(strength))
     place = jnp.arange(components)
     bits = (masks[place // 32] >> (place % 32).astype(jnp.uint32)[:, None]) & 1
     through = (bits == 1) & alive
     dtype = strength.dtype
-    return (
-        jnp.sum(through, axis=1, dtype=dtype) / jnp.sum(alive, dtype=dtype),
-        jnp.sum(jnp.where(through, size, jnp.zeros_like(size)), axis=1) / jnp.sum(size),
-    )
+    share = jnp.sum(through, axis=1, dtype=dtype) / jnp.sum(alive, dtype=dtype)
+    weighed = jnp.sum(jnp.where(through, size, jnp.zeros_like(size)), axis=1) / jnp.sum(size)
+    return jnp.where(unknown, jnp.nan, share), jnp.where(unknown, jnp.nan, weighed)

@@ -253,9 +253,11 @@ def test_errors():
 
 def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest():
     loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))  # 0 times infinite at 0, a root of -1
-    trace = ap.trace_gradients(loss)(jnp.array([4.0, -1.0, 1.0]))
+    trace = ap.trace_gradients(jax.named_scope("root")(loss))(jnp.array([4.0, -1.0, 1.0]))
     for read in (lambda: trace.path("x", 1), lambda: trace.path("x", 1, "greedy"), lambda: trace.paths("x", 1)):
         refused(ValueError, "no heaviest path, because a derivative", read)
+    for found in map(trace.influence, ("viterbi", "greedy")):
+        assert jnp.isnan(found.share).all() and jnp.isnan(found.gradient).all()
     assert trace.path("x", np.int64(2)) == trace.path("x", (jnp.int32(-1),))
 
 
