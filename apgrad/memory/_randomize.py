@@ -29,6 +29,7 @@ from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
 _OF_ALL = (Rounding, Narrow, Packing)  # which remember something of every entry
+_THROUGH = rounding(bits=8)
 Choice = Callable[[Coefficient], Sampler | None]
 
 
@@ -36,7 +37,7 @@ def randomize(
     function: Callable[..., Any],
     sampler: Sampler | Choice | None = None,
     *,
-    through: Sampler | None = rounding(bits=8),  # noqa: B008
+    through: Sampler | None = _THROUGH,
     budget_bytes: int | None = None,
     min_size: int = 512,
     boundaries: Sampler | Choice | None = None,
@@ -51,7 +52,8 @@ def randomize(
       through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
         to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
         (section 3.3). None keeps these coefficients exactly.
-      budget_bytes: in place of a sampler, how much may be remembered in all, by samplers of the least added variance.
+      budget_bytes: in place of a sampler and `through`, how much may be remembered in all, by samplers of the least
+        added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
@@ -66,8 +68,9 @@ def randomize(
       TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
         result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
         `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
-      ValueError: if neither or both of sampler and budget are given, or a number is none or below 0; when the result is
-        called, if the function changes its arguments in place; when it is differentiated, if the budget cannot be kept.
+      ValueError: if neither or both of sampler and budget are given, `through` beside a budget, or a number is none or
+        below 0; when the result is called, if the function changes its arguments in place; when it is differentiated,
+        if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
         program that is not read here: randomize the function inside.
 
@@ -90,6 +93,10 @@ def randomize(
     """
     if (sampler is None) == (budget_bytes is None):
         raise ValueError("randomize takes either a sampler or budget_bytes, got " + ("both" if sampler else "neither"))
+    if budget_bytes is not None and through is not _THROUGH:
+        raise ValueError(
+            f"a budget chooses every sampler: got through={through!r} beside budget_bytes={budget_bytes}, leave out one"
+        )
     require_sampler("sampler", None if _chooses(sampler) else sampler)
     require_sampler("through", through)
     require_sampler("boundaries", None if _chooses(boundaries) else boundaries)

@@ -141,6 +141,7 @@ class Unhashable:
     keep = restore = variance = R.rounding(4).keep
 
 
+BUDGET = {"sampler": None, "budget_bytes": 9}
 WRONG = {
     "not hashable": ({"sampler": Unhashable()}, TypeError, "not hashable"),
     "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
@@ -150,6 +151,8 @@ WRONG = {
     "boundaries": ({"boundaries": R.rounding}, TypeError, "boundaries is rounding itself"),
     "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' has keep"),
     "chosen, not called": ({"sampler": lambda c: R.heavy}, TypeError, "is heavy itself: call it"),
+    "through, a budget": (BUDGET | {"through": None}, ValueError, "got through=None beside budget_bytes=9"),
+    "through as it is": (BUDGET | {"through": R.rounding(8)}, ValueError, "leave out one"),
     "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes must be a finite"),
     "negative": ({"sampler": None, "budget_bytes": -1}, ValueError, "budget_bytes must be a finite"),
     "a word": ({"sampler": None, "budget_bytes": "1 MB"}, ValueError, "budget_bytes must be a finite"),
