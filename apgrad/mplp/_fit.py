@@ -68,8 +68,8 @@ def fit(
     Raises:
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
         that are not standardized where a pretrained rule was trained on such; if the network's predictions for the
-        first minibatch are not the model's.
-      TypeError: for minibatches that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
+        first minibatch are not the model's; for a measure without a held-out batch.
+      TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
@@ -83,6 +83,8 @@ def fit(
       ([0, 10, 20], True)
     """
     steps, every = whole("steps", steps), whole("every", every)
+    if measure is not None and held_out is None:
+        raise ValueError("got measure, which is of the held-out batch, without held_out: give (x, y), or no measure")
     how: Names = names or (pretrained_card(rule).get("names", "role") if isinstance(rule, str) else "number")
     try:
         network, params = from_nnx(model, loss, names=how)
@@ -145,7 +147,12 @@ def fit(
 
 def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
     count, form = 0, None
-    for count, given in enumerate(itertools.islice(data, steps), 1):
+    try:
+        some = itertools.islice(data, steps)
+    except TypeError as error:
+        kind = type(data).__name__
+        raise TypeError(f"data are minibatches (x, y), in a list or from an iterator, got {kind}") from error
+    for count, given in enumerate(some, 1):
         batch = _pair(f"minibatch {count - 1}", given)
         here = ", ".join(f"{x.dtype}{x.shape}" for x in batch)
         form = form or here

@@ -135,6 +135,8 @@ def test_fit_shows_a_bar(capsys):
         ({"steps": 7}, ValueError, "the data have 6 minibatches, and 7 steps need as many.*cycle"),
         ({"data": []}, ValueError, "the data have 0 minibatches"),
         ({"data": [BATCHES[0], (X[1, :2], Y[1, :2])]}, ValueError, r"minibatch 1 of float32\(2, 3\), float32\(2, 2\)"),
+        ({"data": None}, TypeError, r"data are minibatches \(x, y\), .* got NoneType"),
+        ({"measure": lambda prediction, y: 0.0}, ValueError, "got measure, .* without held_out"),
         ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
         ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
         ({"data": [(X[0] * np.nan, Y[0])], "steps": 1}, FloatingPointError, "the loss of minibatch 0 is nan"),
