@@ -212,6 +212,21 @@ def test_evaluations_are_as_many_as_the_estimator_says(row):
     assert [x.shape for x in given] == [(lanes, 2), (lanes,)]
 
 
+def test_lanes_without_a_choice_have_the_derivative_of_the_cost():
+    # NumPyro's own check of categorical logits fails without elements.
+    estimators = [row.estimator for row in FIRST.values() if row.estimator.name != "disarm_stick_breaking"]
+
+    def gradient(estimator, theta):
+        def program(tape, theta):
+            coins = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, 0)))
+            return ap.choose(tape, coins, lambda x: (jnp.sum(x.astype(float)) + theta**2, None), estimator)[0]
+
+        return ap.value_and_grad(program, lanes=3)(KEY, theta)
+
+    found = jax.jit(lambda theta: [gradient(estimator, theta) for estimator in estimators])(1.5)
+    np.testing.assert_allclose(found, [[2.25, 3.0]] * len(estimators), rtol=1e-6)
+
+
 def test_later_costs_and_earlier_choices_are_charged_rightly():
     # x by likelihood ratio, then a choice that depends on x, then a third choice by likelihood ratio and its cost.
     theta = jnp.array([0.3, -0.5])

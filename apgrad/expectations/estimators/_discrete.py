@@ -113,8 +113,8 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
             f"than {MOST_OUTCOMES}. Use disarm(), rebar() or rloo() for many choices at once, or choose one after the "
             "other."
         )
-    grid = np.indices((len(values),) * number).reshape(number, -1).T
-    outcomes = jnp.broadcast_to(values[grid].reshape(-1, 1, *shape[1:]), (len(grid), *shape))
+    grid = np.indices((len(values),) * number).reshape(number, len(values) ** number).T
+    outcomes = jnp.broadcast_to(values[grid].reshape(len(grid), 1, *shape[1:]), (len(grid), *shape))
     with standard_promotion():
         return outcomes, per_lane(distributions.log_prob(distribution, outcomes), 2)
 

@@ -72,7 +72,7 @@ def measure_valued() -> ChoiceEstimator:
         pairs = _pairs(one, jnp.shape(x), x, noise)
         alternatives = [jnp.where(place, side, x) for _, _, *sides in pairs for side in sides]
         cost = costs(jnp.concatenate([x[None], *alternatives]))
-        estimate, sides = cost[0], cost[1:].reshape(len(pairs), 2, number, -1)
+        estimate, sides = cost[0], cost[1:].reshape(len(pairs), 2, number, shape[0])
         for (parameter, rate, _, _), (plus, minus) in zip(pairs, sides, strict=True):
             difference = lax.stop_gradient(jnp.moveaxis(plus - minus, 0, 1).reshape(shape))
             zero = zero_with_gradient(jnp.broadcast_to(parameter, shape)).astype(cost.dtype)
