@@ -57,6 +57,8 @@ def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
 def truncated_evolution(problem: Problem, segment: int, *, sigma: float = 0.01, stagger: bool = True) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
+    What acts on the start of an unroll only, such as the prior of a `WithPrior`, gets noise of mean zero.
+
     Args:
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.

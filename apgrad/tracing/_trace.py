@@ -62,7 +62,7 @@ class Trace:
     """A loss at one point, made by `trace_gradients`; it keeps what it found, and compiled, for the next point too.
 
     Attributes:
-      parameters: the names of the parameters.
+      parameters: the names of the parameters: the keys to each, as "encoder/kernel"; an array alone is "x".
     """
 
     def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, compiled: Compiled):
