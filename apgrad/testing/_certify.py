@@ -196,7 +196,17 @@ def _variance(samples, claimed) -> Check:
         claimed = jax.tree.map(lambda _: claimed, samples)
     joined = lambda leaves: np.concatenate([np.reshape(x, (len(x), -1)) for x in leaves], axis=1)
     each = joined(jax.tree.leaves(samples))
-    limits = jax.tree.map(lambda claim, x: np.broadcast_to(claim, (1, *x.shape[1:])), claimed, samples)
+
+    def limit_of(x, claim):
+        try:
+            return np.broadcast_to(np.asarray(claim, float), (1, *x.shape[1:]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "max_variance is a number for all elements, or a pytree like the gradient, with an array of shape "
+                f"{x.shape[1:]} here; got {claim!r}"
+            ) from error
+
+    limits = jax.tree.map(limit_of, samples, claimed)
     mean, variance, (limit,) = each.mean(axis=0), each.var(axis=0, ddof=1), joined(jax.tree.leaves(limits))
     if not variance.size:
         return Check("variance", True, "no elements")

@@ -58,10 +58,11 @@ def moments_of(samples: Any) -> Moments:
 def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: int, batch_size: int) -> Any:
     """Independent estimates: the estimate's pytree, of float64 arrays with the samples as leading axis."""
     keys = jax.random.split(key, whole("num_samples", num_samples, 2))
+    batch_size = min(whole("batch_size", batch_size), num_samples)
     leaves, tree = jax.tree.flatten(jax.eval_shape(estimate_fn, key))
     # An empty array would make `jax.lax.map` divide by its size.
     filled = lambda key: [x for x in jax.tree.leaves(estimate_fn(key)) if jax.numpy.size(x)]
-    batches = lambda keys: jax.lax.map(filled, keys, batch_size=min(batch_size, num_samples))
+    batches = lambda keys: jax.lax.map(filled, keys, batch_size=batch_size)
     found = iter(jax.jit(batches)(keys))
     estimates = tree.unflatten(next(found) if x.size else np.zeros((num_samples, *x.shape), x.dtype) for x in leaves)
 

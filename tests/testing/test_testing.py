@@ -294,12 +294,17 @@ NOTHING_TO_TEST = [
     (truth, THETA, {"order": 3}, ValueError, "orders 1 and 2"),
     (0.1, THETA, {"order": 2}, ValueError, "exact expectation as a function"),
     (truth, THETA, {"max_variance": np.inf}, ValueError, "finite max_variance"),
+    (truth, THETA, {"max_variance": np.ones(5), "num_samples": 2}, ValueError, "max_variance .* of shape .* got array"),
+    (truth, THETA, {"max_variance": {"other": 1.0}, "num_samples": 2}, ValueError, "max_variance .* got {'other'"),
     (truth, {"a": jnp.int32(1)}, {}, TypeError, r"args\[0\]\['a'\] has dtype int32: give it in floating point"),
 ]
 NOTHING_TO_TEST += [
     (truth, THETA, {name: bound}, ValueError, f"{name} must be a finite number above 0")
     for name in ("resolution", "rtol")
     for bound in (np.inf, np.nan, -1.0)
+]
+NOTHING_TO_TEST += [
+    (truth, THETA, {"batch_size": size}, ValueError, "batch_size must be an integer of at least 1") for size in (0, -3)
 ]
 
 
