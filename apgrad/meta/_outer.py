@@ -6,7 +6,7 @@ plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -277,13 +277,14 @@ def global_view(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def average(outers: Sequence[OuterGradient], weights: Sequence[float] | None = None) -> OuterGradient:
+def average(outers: Iterable[OuterGradient], weights: Sequence[float] | None = None) -> OuterGradient:
     """The weighted mean of several outer gradients; for several architectures, one outer gradient for each.
 
     Args:
       outers: outer gradients of the same theta.
       weights: relative weights of at least 0; equal if not given.
     """
+    outers = list(outers)
     weights = [1.0] * len(outers) if weights is None else list(weights)
     for weight in weights:
         number("weight", weight)

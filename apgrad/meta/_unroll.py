@@ -104,7 +104,8 @@ def inner_problem(
 
     def parts(theta):
         if learn_prior and not isinstance(theta, WithPrior):
-            raise TypeError(f"with learn_prior theta is a WithPrior(learner, prior), got {type(theta).__name__}")
+            got = "an array" if isinstance(theta, jax.Array) else type(theta).__name__  # a tracer's name says nothing
+            raise TypeError(f"with learn_prior theta is a WithPrior(learner, prior), got {got}")
         return theta if learn_prior else WithPrior(theta, None)
 
     def init(theta, key):

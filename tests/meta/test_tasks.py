@@ -119,8 +119,9 @@ def test_trained_rules_are_read_as_they_were_written(tmp_path):
 def test_a_learned_prior_comes_with_its_learner():
     task = meta.sinusoid(sizes=(1, 4, 1))
     problem = meta.inner_problem(task, meta.optimizer(optax.sgd, task.loss), 2, learn_prior=True)
-    with pytest.raises(TypeError, match="WithPrior"):
-        jax.eval_shape(problem.init, task.prior(jax.random.key(0)), jax.random.key(0))
+    slope = jax.grad(lambda theta: problem.init(theta, jax.random.key(0)))
+    for theta, words in ((task.prior(jax.random.key(0)), "got dict"), (1.0, "got an array")):
+        refused(TypeError, f"WithPrior.* {words}", jax.eval_shape, slope, theta)
 
 
 def test_learning_is_judged_by_mean_and_standard_error_over_tasks():
