@@ -7,6 +7,7 @@ theorem. Nothing else is used, but for `batch_shape` and `support` where the dis
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,6 +71,19 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
     return lax.stop_gradient(_draw(distribution, "sample", key))
 
 
+def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Array:
+    """What `x`, the sample of this key, was before it was rounded to half precision: the score is that of this one.
+
+    The program goes on with f(round(y)), and E[f(round(y)) score(y)] is the derivative of its expectation;
+    E[f(round(y)) score(round(y))] is not: of a normal number it is too large by a part d^2 / (12 s^2), with d the
+    distance of two numbers of half precision and s the scale.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+        return x
+    with standard_promotion():
+        return lax.stop_gradient(widened(distribution).sample(key))
+
+
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 
@@ -115,14 +129,38 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 
 
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
-    """Zero, with the derivatives of the log-density at a fixed x, (*batch); NaN where rounding made that not finite."""
+    """Zero, with the derivatives of the log-density at a fixed x, (*batch); NaN where rounding made them wrong."""
     require_density(what, distribution)
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
     with standard_promotion(), numpyro.validation_enabled(False):
         density = log_prob(distribution, lax.stop_gradient(x))
-        rounded = ~jnp.isfinite(lax.stop_gradient(density))
+        rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, widened(x), density.shape)
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
+
+
+def _is_rounded(distribution, x, shape):
+    """Whether samples, of this batch shape, lost to rounding what their score depends on.
+
+    They did where they are rounded more coarsely than by a quarter of their scale, and where NumPyro, which keeps
+    numbers of the unit interval from its ends, has clipped them.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return False
+    limits = jnp.finfo(x.dtype)
+    within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
+    clipped = lambda x: within((x <= float(limits.tiny)) | (x >= 1 - float(limits.eps)))
+    while isinstance(distribution, _WRAPPERS):
+        distribution = distribution.base_dist
+    if isinstance(distribution, _LOC_SCALE):
+        return within(jnp.abs(x) * float(limits.eps) > lax.stop_gradient(distribution.scale) / 4)
+    rounded, moves = jnp.zeros(shape, bool), _transforms(distribution)
+    ends = [isinstance(_of(transform, "codomain"), _UNIT) for transform in moves]
+    while any(ends):
+        rounded |= clipped(x) if ends.pop() else False
+        x = lax.stop_gradient(moves.pop()._inverse(x))
+    support = None if isinstance(distribution, (*_OF_GAMMAS, dist.TransformedDistribution)) else distribution
+    return rounded | clipped(x) if isinstance(_of(support, "support"), _UNIT) else rounded
 
 
 def require_density(what: str, distribution: Any) -> None:
@@ -145,14 +183,17 @@ def require_density(what: str, distribution: Any) -> None:
 def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
     """The log-density of samples in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro's is not that of the samples of logits (`_OfLogits`), and of categorical or multinomial distributions: their
-    samples have the probabilities p / sum p, and log p has another derivative, also on the simplex. Where their logits
-    are large, such as sums of log-likelihoods, it is a small difference of large numbers: the largest is taken off.
+    NumPyro's is not that of the samples of logits (`_OfLogits`), of shares (`_WithEnds`), and of categorical or
+    multinomial distributions: their samples have the probabilities p / sum p, and log p has another derivative, also on
+    the simplex. Where their logits are large, such as sums of log-likelihoods, it is a small difference of large
+    numbers: the largest is taken off.
     """
 
     def as_sampled(part):
         if isinstance(part, _BY_LOGITS):
             return _OfLogits(part)
+        if isinstance(part, _OF_GAMMAS):
+            return _WithEnds(part)
         if isinstance(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
             part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
@@ -162,7 +203,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
             part.logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         return part
 
-    is_part = lambda part: isinstance(part, (*_BY_LOGITS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT))
+    is_part = lambda part: isinstance(part, (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT))
     return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(widened(x))
 
 
@@ -189,6 +230,33 @@ class _OfLogits(dist.Distribution):
         ways = 0 if bernoulli else gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
         turned, logits = jnp.where(logits > 0, n - value, value), jnp.where(logits > 0, -logits, logits)
         return turned * logits - n * jax.nn.softplus(logits) + ways
+
+
+class _WithEnds(dist.Distribution):
+    """A Beta or Dirichlet distribution, with the derivative of the mass of an end at what is clipped to it.
+
+    NumPyro keeps samples in [tiny, 1 - eps]; with concentrations of a tenth it clips a tenth of them. Up to e a share
+    with the concentration a has the mass C e^a / a, and at e the density C e^(a - 1): so the derivative of the log-mass
+    is that of the log-density and of -log a. At the other end a Beta's samples are 1 less multiples of eps, so that of
+    those at eps the distance was up to 3/2 eps, whose mass has a factor of (3/2)^a.
+    """
+
+    pytree_data_fields = ("part",)
+
+    def __init__(self, part):
+        self.part = part
+        super().__init__(part.batch_shape, part.event_shape, validate_args=False)
+
+    def log_prob(self, value):
+        part, limits = self.part, jnp.finfo(value.dtype)
+        of_end = lambda end, a, far: jnp.where(end, a * math.log(far) - jnp.log(a), 0)
+        at_zero = value <= float(limits.tiny)
+        if isinstance(part, dist.Beta):
+            at_one = value >= 1 - float(limits.eps)
+            ends = of_end(at_zero, part.concentration1, 1.0) + of_end(at_one, part.concentration0, 1.5)
+        else:
+            ends = jnp.sum(of_end(at_zero, part.concentration, 1.0), axis=-1)
+        return part.log_prob(value) + zero_with_gradient(ends)
 
 
 def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
@@ -258,6 +326,9 @@ def _has_cdf(distribution, x) -> bool:
 
 
 _BY_LOGITS = (dist.BernoulliLogits, dist.BinomialLogits)
+_OF_GAMMAS = (dist.Beta, dist.Dirichlet)
+_LOC_SCALE = (dist.Normal, dist.Laplace, dist.Logistic, dist.Cauchy, dist.Gumbel, dist.StudentT, dist.SoftLaplace)
+_UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _UP_TO_A_CONSTANT = (dist.CategoricalLogits, dist.MultinomialLogits)
 _NOT_A_DENSITY = (

@@ -323,12 +323,12 @@ def _fail(finite: Any) -> Any:
             "check off."
         )
     raise FloatingPointError(
-        "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is 0 "
-        "or infinite, which float64 makes rarer; or ap.score got a value that its distribution cannot draw, or a "
-        "behaviour_log_prob that is no log-probability), and the gradient would be NaN for all of them. All arguments "
-        "of the program are finite. Look at the costs and at what feeds them (jax.debug.print, or "
-        "jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
-        "ap.expectation(..., check_nan=False) turns this check off."
+        "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is "
+        "0 or infinite, to an end of its support, or more coarsely than its scale, which float64 makes rarer; or "
+        "ap.score got a value that its distribution cannot draw, or a behaviour_log_prob that is no log-probability), "
+        "and the gradient would be NaN for all of them. All arguments of the program are finite. Look at the costs "
+        "and at what feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
+        "failed. ap.expectation(..., check_nan=False) turns this check off."
     )
 
 

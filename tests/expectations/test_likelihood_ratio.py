@@ -123,6 +123,55 @@ def test_a_sample_that_is_rounded_to_where_the_density_is_infinite_is_an_error(e
     assert jnp.isfinite(at(jnp.float64(0.05)))
 
 
+def test_clipped_and_rounded_samples_have_a_right_score():
+    # Of Beta(.1, .1) a tenth of the samples is clipped at each end, of a share with a concentration of .01 two fifths.
+    lanes = lambda x: jnp.broadcast_to(x, (100, *jnp.shape(x)))
+    beta = lambda b, a=0.1: dist.Beta(a, lanes(b))
+    shares = lambda a: dist.Dirichlet(lanes(jnp.stack([a, 0.01, 0.01])))
+    shifted = lambda b: dist.TransformedDistribution(beta(b, 2.0), dist.transforms.AffineTransform(-1.0, 2.0))
+    # In bfloat16 numbers near 3 are 1/64 apart.
+    half = lambda mean: dist.Normal(lanes(mean).astype(jnp.bfloat16), jnp.bfloat16(0.01))
+    square = lambda x: (x.astype(jnp.float32) - 2) ** 2
+
+    def gradient(make, cost, estimator):
+        return ap.grad(paid(lambda tape, theta: ap.sample(tape, make(theta), estimator), cost), 100, cross_fit=True)
+
+    def of_samples(key, mean):
+        continuation = lambda x: (square(x), None)
+        return ap.grad(lambda tape, mean: ap.choose(tape, half(mean), continuation, ap.rloo())[0], 100)(key, mean)
+
+    one, both = ap.likelihood_ratio(), ap.total_propagation()
+    cases = {
+        "beta": (gradient(beta, lambda x: x, one), 0.1, -2.5),
+        "beta, TP": (gradient(beta, lambda x: x, both), 0.1, -2.5),
+        "within [-1, 1]": (gradient(shifted, lambda x: x, one), 0.1, -4 / 2.1**2),
+        "shares": (gradient(shares, lambda x: x[:, 0], one), 0.01, 200 / 9),
+        "bfloat16": (gradient(half, square, one), 3.0, 2.0),
+        "bfloat16, rloo": (of_samples, 3.0, 2.0),
+    }
+    estimate = lambda key: {name: gradient(key, theta) for name, (gradient, theta, _) in cases.items()}
+    ap.testing.assert_unbiased(estimate, {name: truth for name, (*_, truth) in cases.items()}, KEY, 2_000)
+
+
+COARSE = {
+    "scale": (lambda t: dist.Normal(100.0, t), 1e-6),
+    "kumaraswamy": (lambda t: dist.Kumaraswamy(0.1, t), 0.1),
+    "relaxed": (lambda t: dist.RelaxedBernoulli(0.1, logits=t), 0.0),
+    "within [-1, 1]": (
+        lambda t: dist.TransformedDistribution(
+            dist.Normal(t, 1.0), [dist.transforms.SigmoidTransform(), dist.transforms.AffineTransform(-1.0, 2.0)]
+        ),
+        20.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "theta"), COARSE.values(), ids=COARSE.keys())
+def test_a_sample_that_lost_what_its_score_depends_on_is_an_error(make, theta):
+    gradient = jax.jit(ap.grad(paid(ap.stochastic(ap.likelihood_ratio())(make)), 100))
+    refused(Exception, "more coarsely than its scale", lambda: jax.block_until_ready(gradient(KEY, theta)))
+
+
 def test_logits_of_exactly_zero_have_a_right_score():
     # NumPyro's log-densities have kinks there, and JAX takes the derivative of a kink for 0.
     def program(tape, logits):

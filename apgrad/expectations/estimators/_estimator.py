@@ -102,7 +102,10 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
         x = claimed(estimator.pathwise(distribution, key))
     else:
         x = distributions.sample(distribution, key) if drawn is None else drawn
-    return x, None if estimator.score is None else claimed(estimator.score(distribution, lax.stop_gradient(x)))
+    if estimator.score is None:
+        return x, None
+    seen = distributions.before_rounding(distribution, key, lax.stop_gradient(x))
+    return x, claimed(estimator.score(distribution, seen))
 
 
 def once(name: str, x: Any) -> Any:

@@ -26,7 +26,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
       TypeError: when differentiated, for a distribution whose support moves with a parameter (a uniform's
         bounds): the score does not see that.
-      FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite.
+      FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite, or more
+        coarsely than its scale, or that NumPyro clipped to an end of the unit interval or simplex (a Beta or Dirichlet
+        sample may be clipped: its score is right).
 
     Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), no sample shows what the outcome would cost,
     and the derivative with respect to it comes out as 0: take logits.

@@ -10,6 +10,8 @@ E[c(x_j) e_j] has the right derivatives to every order, and E[b_j (e_j - 1)] = 0
 depend on x_j. Samples of other lanes play no part: lanes may be different data. The first sample goes on.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,8 +43,10 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
     samples = whole("the samples of rloo", samples, 2)
 
     def estimate(distribution, key, costs):
-        xs = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))
-        zero = distributions.guarded("rloo", distribution, distributions.score("rloo", distribution, xs))
+        keys = jax.random.split(key, samples)
+        xs = jax.vmap(lambda key: distributions.sample(distribution, key))(keys)
+        seen = jax.vmap(functools.partial(distributions.before_rounding, distribution))(keys, xs)
+        zero = distributions.guarded("rloo", distribution, distributions.score("rloo", distribution, seen))
         cost = costs(xs)
         zero = per_lane(zero, 2).astype(cost.dtype)
         others = lax.stop_gradient(mean_of_others(cost, 1))
