@@ -134,7 +134,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
     with standard_promotion(), numpyro.validation_enabled(False):
-        density = log_prob(distribution, lax.stop_gradient(x))
+        density = log_prob(distribution, lax.stop_gradient(x), own=True)
         rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, widened(x), density.shape)
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
@@ -158,9 +158,10 @@ def _is_rounded(distribution, x, shape):
     ends = [isinstance(_of(transform, "codomain"), _UNIT) for transform in moves]
     while any(ends):
         rounded |= clipped(x) if ends.pop() else False
-        x = lax.stop_gradient(moves.pop()._inverse(x))
-    support = None if isinstance(distribution, (*_OF_GAMMAS, dist.TransformedDistribution)) else distribution
-    return rounded | clipped(x) if isinstance(_of(support, "support"), _UNIT) else rounded
+        x = lax.stop_gradient(moves.pop().inv(x))
+    if isinstance(distribution, (*_OF_GAMMAS, dist.TransformedDistribution)):
+        return rounded
+    return rounded | clipped(x) if isinstance(_of(distribution, "support"), _UNIT) else rounded
 
 
 def require_density(what: str, distribution: Any) -> None:
@@ -180,19 +181,19 @@ def require_density(what: str, distribution: Any) -> None:
             )
 
 
-def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
-    """The log-density of samples in float32 at least, to be differentiated with respect to the parameters.
+def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:
+    """The log-density of values in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro's is not that of the samples of logits (`_OfLogits`), of shares (`_WithEnds`), and of categorical or
-    multinomial distributions: their samples have the probabilities p / sum p, and log p has another derivative, also on
-    the simplex. Where their logits are large, such as sums of log-likelihoods, it is a small difference of large
-    numbers: the largest is taken off.
+    NumPyro's is not that of the samples of logits (`_OfLogits`), and of categorical or multinomial distributions: their
+    samples have the probabilities p / sum p, and log p has another derivative, also on the simplex. Where their logits
+    are large, such as sums of log-likelihoods, it is a small difference of large numbers: the largest is taken off.
+    Of the distribution's own samples the derivatives are those of the law that they have, see `_WithEnds`.
     """
 
     def as_sampled(part):
         if isinstance(part, _BY_LOGITS):
             return _OfLogits(part)
-        if isinstance(part, _OF_GAMMAS):
+        if own and isinstance(part, _OF_GAMMAS):
             return _WithEnds(part)
         if isinstance(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
