@@ -135,7 +135,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     # once in ten million times) for impossible, though its density is finite and right.
     with standard_promotion(), numpyro.validation_enabled(False):
         density = log_prob(distribution, lax.stop_gradient(x), own=True)
-        rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, widened(x), density.shape)
+        rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, x, density.shape)
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
 
