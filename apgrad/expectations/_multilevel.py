@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import meets, number
 from apgrad._ground.norms import largest
 from apgrad.expectations._adaptive import Adaptive, require_state
 from apgrad.expectations._lanes import over
@@ -67,14 +68,15 @@ def multilevel(
       value_and_grad: `(key, *args, level) -> (value, gradient)`, as `ap.value_and_grad` of a program whose last
         argument is the factor of `ap.clip_lanes`, or any other gradient with a knob for its bias. Its value is the
         same at all levels.
-      levels: the knob's settings, from much bias and little noise to no bias; at least two.
+      levels: the knob's settings, at least two numbers, from much bias and little noise to no bias. What a number means
+        is not known here, and so their order is not checked: the last one is taken for unbiased.
       window: over how many earlier calls, about, the weights are averaged.
 
     Returns:
       An `Adaptive`, whose state is a `MultilevelState`.
 
     Raises:
-      ValueError: for fewer than two levels, or a window of less than one call.
+      ValueError: for fewer than two levels, or what is no number, or a window that is not finite or less than one call.
       TypeError: at trace time, for a state that is none.
 
     Example:
@@ -89,9 +91,12 @@ def multilevel(
       >>> gradient.shape, state.weights.shape
       ((), (3,))
     """
-    if len(levels) < 2 or not window >= 1:
+    number("the window of multilevel", window, positive=True)
+    numeric = not isinstance(levels, str) and not any(isinstance(level, str) for level in levels)
+    if not (numeric and len(levels) >= 2 and window >= 1 and meets(levels, lambda x: ~np.isnan(x))):
         raise ValueError(
-            f"multilevel needs two levels and a window of one call at least, got {levels}, window={window}"
+            f"multilevel needs two levels, which are numbers, and a window of one call at least, got {levels}, "
+            f"window={window}"
         )
     keep = 1 - 1 / window
 

@@ -232,12 +232,13 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
 def _column(value, gradient, components, words):
     strength = value[1 if len(value) - words == 2 else 0].ravel()
     masks = jnp.stack([m.ravel() for m in value[-words:]])
-    size = jnp.abs(gradient).ravel()
+    # Counts of more than 65,504, and sums, are no numbers of float16.
+    dtype = np.promote_types(strength.dtype, np.float32)
+    size = jnp.abs(gradient).ravel().astype(dtype)
     alive, unknown = strength > 0, jnp.any(jnp.isnan(strength))
     place = jnp.arange(components)
     bits = (masks[place // 32] >> (place % 32).astype(jnp.uint32)[:, None]) & 1
     through = (bits == 1) & alive
-    dtype = strength.dtype
     share = jnp.sum(through, axis=1, dtype=dtype) / jnp.sum(alive, dtype=dtype)
     weighed = jnp.sum(jnp.where(through, size, jnp.zeros_like(size)), axis=1) / jnp.sum(size)
     return jnp.where(unknown, jnp.nan, share), jnp.where(unknown, jnp.nan, weighed)

@@ -119,7 +119,10 @@ def test_arrays_of_different_precision_have_a_common_length(dtype):
 
 def test_refused():
     refused(ValueError, "needs two levels", ap.multilevel, lambda key, level: (0.0, 0.0), (1.0,))
-    refused(ValueError, "window=0", ap.multilevel, lambda key, level: (0.0, 0.0), window=0)
+    for window in (0, np.inf, "20"):
+        refused(ValueError, "window", ap.multilevel, lambda key, level: (0.0, 0.0), window=window)
+    for levels in ("ab", (1.0, np.nan), ("1", "4")):
+        refused(ValueError, "which are numbers", ap.multilevel, lambda key, level: (0.0, 0.0), levels)
     with pytest.raises(TypeError, match="the state is from init"):
         ap.multilevel(lambda key, level: (0.0, 0.0)).value_and_grad(KEYS[0], ())
     training = ap.multilevel(lambda key, theta, level: (0.0, level * theta))

@@ -177,6 +177,15 @@ def test_ties_go_to_the_first(kind):
 
 
 @pytest.mark.quick
+def test_influence_counts_more_elements_than_float16_has_numbers():
+    def loss(w):
+        parts = [jax.named_scope(name)(jnp.square)(x) for name, x in (("a", w[:42_000]), ("b", w[42_000:]))]
+        return sum(jnp.sum(x, dtype=jnp.float32) for x in parts)
+
+    found = jax.jit(lambda w: ap.tracing.influence(loss)(w))(jnp.ones(70_000, jnp.float16))
+    np.testing.assert_allclose([found.share[:, 0], found.gradient[:, 0]], [[0.6, 0.4]] * 2, rtol=1e-6)
+
+
 def test_influence_at_each_depth_is_folded_from_one_computation():
     scope = jax.named_scope
 
