@@ -51,6 +51,6 @@ def test_the_signature_of_total_propagation_has_no_address():
 
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
-    ap.meta.data.load.cache_clear()  # other tests may have loaded the digits
+    ap.meta.data._load.cache_clear()  # other tests may have loaded the digits
     monkeypatch.setitem(sys.modules, "sklearn", None)
     refused(ImportError, 'the extra "meta"', ap.meta.data.load, "digits")

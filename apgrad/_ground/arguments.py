@@ -49,6 +49,17 @@ def number(what: str, value: Any, *, positive: bool = False, signed: bool = Fals
         raise ValueError(f"{what} must be a finite number{bound}, got {value!r}")
 
 
+def bounds(what: str, value: Any) -> None:
+    """Refuses what is no pair of finite numbers in order; traced numbers pass."""
+    try:
+        low, high = value
+        good = meets((low, high), lambda x: x.ndim == 1 and np.all(np.isfinite(x)) and x[0] <= x[1])
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"{what} must be two finite numbers, the lowest and the highest, got {value!r}")
+
+
 def is_single(numbers: Any) -> bool:
     return hasattr(numbers, "__index__") and not getattr(numbers, "shape", ())
 

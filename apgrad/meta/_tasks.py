@@ -6,10 +6,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from apgrad import mplp
-from apgrad._ground.arguments import number, whole
+from apgrad._ground.arguments import bounds, meets, number, whole
 from apgrad.meta.data import Images
 
 Batch = tuple[jax.Array, jax.Array]
@@ -139,8 +140,8 @@ def sinusoid(
     whole("held_out", held_out)
     if len(sizes) < 2 or sizes[0] != 1 or sizes[-1] != 1:
         raise ValueError(f"a sinusoid has one input and one output: sizes=(1, ..., 1), got {tuple(sizes)}")
-    if amplitude[1] < amplitude[0]:
-        raise ValueError(f"amplitude must be the lowest and the highest, got {amplitude}")
+    bounds("amplitude", amplitude)
+    bounds("phase", phase)
     network, prior = mlp(sizes, activation, mplp.squared_error, deviation=deviation)
 
     def draw(key):
@@ -190,6 +191,9 @@ def images(
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     whole("batch", batch)
     whole("held_out", held_out)
+    for labels in (data.y_train, data.y_test):
+        if not meets(labels, lambda y: (y >= 0) & (y == y // 1)):
+            raise ValueError(f"labels must be integers of at least 0, got {np.unique(labels)}")
     pixels, classes = data.x_train.shape[1], data.classes
     network, prior = mlp((pixels, *hidden, classes), activation, mplp.softmax_cross_entropy, deviation=deviation)
     train = jnp.asarray(data.x_train, float), jnp.asarray(data.y_train)

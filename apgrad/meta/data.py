@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import whole
+
 
 class _Source(NamedTuple):
     """A data set: the pattern of its file's name, its title at OpenML, and what its images are."""
@@ -47,13 +49,14 @@ class Images(NamedTuple):
 
     @property
     def classes(self) -> int:
-        """How many labels there are."""
-        return int(self.y_train.max()) + 1
+        """How many labels there are, in both splits."""
+        return int(np.concatenate([self.y_train, self.y_test]).max()) + 1
 
 
-@functools.cache
 def load(name: str = "digits", *, size: int | None = None, folder: str | Path | None = None) -> Images:
     """Images as rows, scaled to `size` by `size` and standardized by the mean and deviation of the training images.
+
+    Later calls return the same arrays, which are read-only.
 
     Args:
       name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist" or "cifar10".
@@ -70,10 +73,19 @@ def load(name: str = "digits", *, size: int | None = None, folder: str | Path | 
       >>> digits.x_train.shape, digits.classes
       ((1437, 64), 10)
     """
+    root = folder or os.environ.get("APGRAD_DATA")
+    return _load(name, None if size is None else whole("size", size), Path(root).resolve() if root else None)
+
+
+@functools.cache
+def _load(name, size, folder):
     data = load_bytes(name, folder=folder)
     train, test = (_scale(x, size) for x in (data.x_train, data.x_test))
     mean, deviation = train.mean(), train.std()
-    return data._replace(x_train=(train - mean) / deviation, x_test=(test - mean) / deviation)
+    data = data._replace(x_train=(train - mean) / deviation, x_test=(test - mean) / deviation)
+    for array in data[2:]:
+        array.setflags(write=False)
+    return data
 
 
 def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_digits: bool = False) -> Images:

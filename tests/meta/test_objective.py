@@ -171,7 +171,12 @@ REFUSED = [
     *[("max_norm", v, lambda p, max_norm: meta.clipped(meta.reverse_mode(p), max_norm)) for v in (0, jnp.nan)],
     *[("weights", v, lambda p, weights: meta.average([meta.reverse_mode(p)] * 2, weights)) for v in ([2, -1], [1])],
     *[(n, v, lambda p, **o: meta.sinusoid(**o)) for n in ("batch", "held_out") for v in (0, 2.5)],
-    ("amplitude", (2.0, 1.0), lambda p, **o: meta.sinusoid(**o)),
+    *[
+        (name, value, lambda p, **o: meta.sinusoid(**o))
+        for name in ("amplitude", "phase")
+        for value in ((2.0, 1.0), (jnp.nan, 1.0), (0.0, jnp.inf), (0.1, 0.5, 5.0), ("0", "1"), 1.0)
+    ],
+    *[("size", v, lambda p, size: meta.data.load("digits", size=size)) for v in (0, -1, True, 4.0)],
     *[("size", v, lambda p, size: meta.pool(family().prior, size, jax.random.key(0))) for v in (0, 1.5)],
     *[("sizes", v, lambda p, **o: meta.sinusoid(**o)) for v in ((1, 0, 1), (1, 2.5, 1), (1,), (1, 5, 2), (2, 5, 1))],
 ]

@@ -53,6 +53,32 @@ def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeyp
     assert meta.data.load("cifar10", size=8, folder=tmp_path).x_train.shape == (6, 8 * 8 * 3)
 
 
+def test_images_are_loaded_from_the_folder_that_is_named_now_and_stay_as_they_are(tmp_path, monkeypatch):
+    for classes in (2, 3):
+        (folder := tmp_path / str(classes)).mkdir()
+        x, y = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % classes
+        np.savez(folder / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        monkeypatch.setenv("APGRAD_DATA", str(folder))
+        assert meta.data.load("mnist").classes == classes
+    for place, classes in (("2", 2), ("3", 3)):
+        monkeypatch.chdir(tmp_path / place)
+        assert meta.data.load("mnist", folder=".").classes == classes
+    assert meta.data.load("mnist", size=np.int64(4)) is meta.data.load("mnist", size=4)
+    for array in meta.data.load("mnist")[2:]:
+        refused(ValueError, "read-only", array.fill, 0)
+
+
+def test_every_label_of_both_splits_is_a_class():
+    """A label that only the test images have had a target of zeros, whose loss is 0 and whose argmax is class 0."""
+    x, labels = np.ones((3, 4), np.float32), np.arange(3, dtype=np.int32)
+    data = meta.data.Images("", "", x, labels % 2, x, labels)
+    task = meta.images(data, split="test", held_out=20)
+    assert data.classes == 3
+    np.testing.assert_array_equal(jax.jit(lambda key: task.held_out({}, key)[1].sum(1))(jax.random.key(0)), np.ones(20))
+    for wrong in (labels - 1, labels + 0.5):
+        refused(ValueError, "integers of at least 0", meta.images, data._replace(y_train=wrong))
+
+
 def test_a_pool_has_so_many_members():
     _, prior = meta.mlp((1, 2, 1), jnp.tanh, mplp.squared_error)
     pooled = meta.pool(prior, 3, jax.random.key(0))
