@@ -43,7 +43,7 @@ class Narrow:
         up = entries / step % 1
         spread = jnp.ldexp(jnp.ldexp(step * jnp.sqrt(up * (1 - up)), shift // 2), shift - shift // 2) ** 2
         spread = jnp.where(bad, jnp.nan, spread)
-        return from_rows(spread, x)
+        return from_rows(spread, jax.ShapeDtypeStruct(x.shape, spread.dtype))
 
     def _scaled(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Groups of entries over 2^shift, the distance of the type's numbers there, shift, and what is not finite."""

@@ -52,10 +52,11 @@ class Rounding:
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """scale^2 p (1 - p), with p the probability of rounding up."""
         if self.bits == 32:
-            return jnp.zeros_like(x)
+            return jnp.zeros(x.shape, wide(x.dtype))
         places, bad, scale, _, _ = self._on_grid(x)
         up = places % 1
-        return from_rows(jnp.where(bad, jnp.nan, (4 * scale) ** 2 * up * (1 - up)), x)
+        spread = jnp.where(bad, jnp.nan, (4 * scale) ** 2 * up * (1 - up))
+        return from_rows(spread, jax.ShapeDtypeStruct(x.shape, spread.dtype))
 
     def _on_grid(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Of entries, their places on the grid and whether they are not finite; of groups, the scale, spoilt, word."""

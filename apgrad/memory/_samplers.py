@@ -62,7 +62,7 @@ class Sampler(Protocol):
         ...
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """The exact variance of each element of the estimate, in the shape and dtype of the array.
+        """The exact variance of each element of the estimate, in the shape of the array, in float32 or float64.
 
         Args:
           x: as in `keep`.
@@ -137,17 +137,18 @@ class Sampling:
     scheme: Literal["replacement", "distinct", "stratified"]
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
-        """The drawn entries, scaled: (..., k, ...)."""
+        """The drawn entries: (..., k, ...)."""
         rows = _rows(x, axis)
-        index, weight = self.draw(key, rows.shape)
+        index, _ = self.draw(key, rows.shape)
         take = jnp.take if self.shared else jnp.take_along_axis
-        kept = take(rows, index if self.shared else index[..., None], axis=1) * jnp.asarray(weight[..., None], x.dtype)
+        kept = take(rows, index if self.shared else index[..., None], axis=1)
         return kept.reshape(_with(x.shape, axis, kept.shape[1]))
 
     def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         rows = jax.eval_shape(lambda x: _rows(x, axis), like).shape
-        index, _ = self.draw(key, rows)
+        index, weight = self.draw(key, rows)
         zeros, memory = _zeros_after(rows, memory.reshape(rows[0], index.shape[-1], rows[2]))
+        memory = _weighed(memory, weight)
         if self.shared:
             return zeros.at[:, index].add(memory).reshape(like.shape)
         if self.scheme == "stratified" and rows[1] % index.shape[-1] == 0:
@@ -176,7 +177,7 @@ class Sampling:
         return jax.lax.top_k(jax.random.bits(key, (*shape[:-1], size)), k)[1], weight
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        size = x.shape[axis]
+        size, x = x.shape[axis], x.astype(wide(x.dtype))
         k = _kept(self.fraction, size)
         if self.scheme == "stratified":
             _, runs = _runs(size, k)
@@ -191,10 +192,12 @@ class Projection:
     shared = True
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
-        """X R, (..., k, ...), with zeros for what is not finite; and where that is, by rows and by columns, as bits."""
+        """X R sqrt(k/d), (..., k, ...), of the size of X, so that float16 has room for it; and what is not finite.
+
+        Zeros stand for that in the product; where it is, by rows and by columns, follows as bits.
+        """
         bad = ~jnp.isfinite(x)
-        signs = self._signs(key, x.shape[axis], x.dtype)
-        product = jnp.tensordot(jnp.where(bad, 0, x), signs, (axis, 0), precision="highest")
+        product = self._product(jnp.where(bad, 0, x), key, axis, 0, x.shape[axis], max(x.shape[axis], 1) ** -0.5)
         columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
         return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
@@ -207,20 +210,21 @@ class Projection:
         """
         product, columns, *rows = memory
         size = like.shape[axis]
-        signs = self._signs(key, size, like.dtype)
-        found = jnp.tensordot(product, signs, (axis, 1), precision="highest")
+        found = self._product(product, key, axis, 1, size, size**0.5 / _kept(self.fraction, size))
         bad = jnp.unpackbits(columns)[:size].astype(bool)
         for packed in rows:
             shape = found.shape[:-1]
             bad &= jnp.unpackbits(packed)[: math.prod(shape)].reshape(*shape, 1).astype(bool)
         return jnp.moveaxis(jnp.where(bad, jnp.nan, found), -1, axis)
 
-    def _signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
-        k = _kept(self.fraction, size)
-        return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
+    def _product(self, x: jax.Array, key: jax.Array, axis: int, side: int, size: int, scale: float) -> jax.Array:
+        """With the signs (size, k), along their first or second axis, times the scale."""
+        signs = jax.random.rademacher(key, (size, _kept(self.fraction, size)), x.dtype)
+        product = jnp.tensordot(x, signs, (axis, side), precision="highest", preferred_element_type=wide(x.dtype))
+        return (product * scale).astype(x.dtype)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        square = x**2
+        square = x.astype(wide(x.dtype)) ** 2
         return (jnp.sum(square, axis, keepdims=True) - square) / _kept(self.fraction, x.shape[axis])
 
 
@@ -231,11 +235,9 @@ class Heavy:
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
         """The kept values (..., k, ...) and the places of the largest, (examples, winners)."""
         rows = _rows(x, axis)
-        winners, losers = self._counts(rows.shape[1])
-        order = _largest(rows, winners)
+        order = _largest(rows, self._counts(rows.shape[1])[0])
         index = jnp.concatenate([order, self._tail(key, order, rows.shape)], 1)
-        weight = jnp.array([1.0] * winners + [(rows.shape[1] - winners) / max(losers, 1)] * losers, x.dtype)
-        values = jnp.take_along_axis(rows, index[..., None], 1) * weight[None, :, None]
+        values = jnp.take_along_axis(rows, index[..., None], 1)
         small = np.min_scalar_type(rows.shape[1] - 1)
         return values.reshape(_with(x.shape, axis, index.shape[1])), order.astype(small)
 
@@ -247,6 +249,8 @@ class Heavy:
         order = order.astype(jnp.int32)
         index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
         zeros, values = _zeros_after(rows, values.reshape(rows[0], index.shape[1], rows[2]))
+        winners, losers = self._counts(rows[1])
+        values = _weighed(values, np.array([1.0] * winners + [(rows[1] - winners) / max(losers, 1)] * losers))
         return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values).reshape(like.shape)
 
     def _counts(self, size: int) -> tuple[int, int]:
@@ -267,10 +271,10 @@ class Heavy:
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """Zero for the winners, ((n - 1) / k) x^2 for n losers of which k are drawn."""
-        rows = _rows(x, axis)
+        rows = _rows(x.astype(wide(x.dtype)), axis)
         winners, losers = self._counts(rows.shape[1])
         if losers == 0:
-            return jnp.zeros_like(x)
+            return jnp.zeros(x.shape, rows.dtype)
         order = _largest(rows, winners)
         won = jax.vmap(lambda i: jnp.zeros(rows.shape[1], bool).at[i].set(True))(order)
         return jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / losers)).reshape(x.shape)
@@ -280,7 +284,8 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     """Keeps a fraction of the entries of each example, drawn anew for each ("different sample", section 4.3).
 
     Args:
-      fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept.
+      fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept. An entry that is kept stands
+        for those that are not, about 1 / fraction times itself: in float16 it is infinite if that is above 65,504.
       replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
         and a fraction of 1 is exact.
     """
@@ -305,7 +310,7 @@ def stratified(fraction: float) -> Sampling:
     It needs neither gathers nor scatters to restore runs of one size: the fastest sample that differs between examples.
 
     Args:
-      fraction: the fraction of the entries that are kept, in (0, 1].
+      fraction: as in `different_sample`.
     """
     return Sampling(_fraction(fraction), False, "stratified")
 
@@ -314,7 +319,8 @@ def projection(fraction: float) -> Projection:
     """Keeps x R with R (d, k) of independent signs over sqrt(k) (Appendix A).
 
     Args:
-      fraction: k / d, in (0, 1].
+      fraction: k / d, in (0, 1]. Entries are restored with noise of sqrt(d / k) times the size of their row: in
+        float16, what is above 65,504 is infinite.
     """
     return Projection(_fraction(fraction))
 
@@ -325,7 +331,7 @@ def heavy(fraction: float) -> Heavy:
     Their places are stored, as they cannot be drawn again.
 
     Args:
-      fraction: the fraction of the entries that are kept, in (0, 1].
+      fraction: as in `different_sample`.
     """
     return Heavy(_fraction(fraction))
 
@@ -360,6 +366,11 @@ def _rows(x: jax.Array, axis: int) -> jax.Array:
     """(examples, the sampled axis, what goes along)."""
     axis %= x.ndim
     return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
+
+
+def _weighed(kept: jax.Array, weight: np.ndarray) -> jax.Array:
+    """Entries (examples, k, ...) times weights (k,), rounded once, to the type that they have."""
+    return (kept.astype(wide(kept.dtype)) * jnp.asarray(weight[:, None], wide(kept.dtype))).astype(kept.dtype)
 
 
 def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:

@@ -163,6 +163,32 @@ def test_the_ends_of_every_type(dtype):
                 assert np.all(np.abs(found.mean(0) - truth) <= 4.5 * error + least), (name, unit)
 
 
+def test_large_numbers_of_half_precision_are_weighed_in_float32():
+    """A product with a small message is in float16 where the sampled coefficient is not; variances are of float32."""
+    first, w, x = (jnp.full(n, v, jnp.float16) for n, v in (((4, 64), 1e4), ((64, 2), 1e-3), ((8, 4), 1.0)))
+    shared = {R.same_sample(0.3): 40_000, R.projection(1 / 16): 8_000}
+    names = [name for name in SAMPLERS if "rounding" not in name] + ["rounding 8"]
+
+    def loss(first, w, x):
+        return 1e-3 * jnp.sum(jnp.maximum(x @ first, 0) @ w)
+
+    @jax.jit
+    def run(keys, first, w, x):
+        gradient = lambda s: jax.grad(ap.randomize(loss, s, min_size=0), argnums=2)
+        of = lambda key, s, size: gradient(s)(key, first * (size / 40_000), w, x)
+        found = [jax.vmap(lambda key, s=s, size=size: of(key, s, size))(keys) for s, size in shared.items()]
+        return found, [[SAMPLERS[n].variance(y, -1) for y in (first, first.astype(jnp.float32))] for n in names]
+
+    gradients, variances = run(jax.random.split(KEY, 400), first, w, x)
+    for found, size in zip(gradients, shared.values(), strict=True):
+        found = np.asarray(found, np.float64)
+        assert np.all(found.std(0) > 0)
+        assert np.all(np.abs(found.mean(0) - 0.008 * size) <= 5 * found.std(0) / 20 + 1)
+    for name, (half, single) in zip(names, variances, strict=True):
+        assert half.dtype == jnp.float32, name
+        np.testing.assert_array_equal(half, single, err_msg=name)
+
+
 def test_the_largest_number_stays_finite():
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         x = jnp.full((16,), jnp.finfo(dtype).max).at[::2].multiply(-0.3)
