@@ -269,6 +269,21 @@ def test_standardizers_are_of_the_first_steps(x64):
     assert new.standardizers["first/bias"].scale[1] == 1  # the rule that was given is as it was
 
 
+def test_standardizers_are_refused_where_there_are_none_or_by_a_wrong_number():
+    graph = GRAPHS["squared_error"]
+    params, batch, batches = task(graph, "float32", steps=2)
+    sites = mplp.sites(graph.network, params, batch)
+    fit = lambda rule, **options: mplp.fit_standardizers(rule, graph.network, params, batches, **options)
+    refused(
+        TypeError, "PerSynapse has standardizers to fit, got Separable", fit, mplp.Separable(sites, rngs=nnx.Rngs(0))
+    )
+    rule = per_synapse(sites, layers=(3,), cell="mlp")
+    for bad in (-1, 3, float("nan")):
+        refused(ValueError, r"blend must be in \[0, 1\], got", fit, rule, blend=bad)
+    for bad in (-2, 0, float("nan")):
+        refused(ValueError, "max_scale must be above 0, or None", fit, rule, max_scale=bad)
+
+
 def test_standardizers_that_all_places_share_are_fitted_whatever_the_places_are_called():
     graph = GRAPHS["squared_error"]
     params, _, batches = task(graph, "float32", steps=2)

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
+from apgrad._ground.arguments import meets
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_options import MadeForSites, require_one_of, require_sizes
 from apgrad.mplp._rule_parts import Fixed, Gru, Mlp, in_chunks
@@ -272,6 +273,12 @@ def fit_standardizers(
         (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
       max_scale: the largest scale; None as published, with the published fault.
     """
+    if not isinstance(rule, PerSynapse):
+        raise TypeError(f"only a rule mplp.PerSynapse has standardizers to fit, got {type(rule).__name__}")
+    if not meets(blend, lambda x: (x >= 0) & (x <= 1)):
+        raise ValueError(f"blend must be in [0, 1], got {blend!r}")
+    if max_scale is not None and not meets(max_scale, lambda x: x > 0):
+        raise ValueError(f"max_scale must be above 0, or None for no bound, got {max_scale!r}")
     recording, fitted = nnx.clone(rule), nnx.clone(rule)
     recording.record = True
     first = jax.tree.map(lambda x: x[0], batches)
