@@ -105,19 +105,28 @@ def randomize(
 
     def walk(*stretch: Any) -> Callable[..., Any]:
         sizes: dict[bool, int] = {}
+        of_blocks: dict[bool, int] = {}
         made = StretchWalk(
             _chooser(sampler, through, min_size, sizes),
-            boundaries and _chooser(boundaries, boundaries, min_size, sizes),
+            boundaries and _chooser(boundaries, boundaries, min_size, of_blocks),
         )
 
         def make(*stretch):
             if budget_bytes is not None:
-                return _within(budget_bytes, min_size, made.at_boundary, *stretch)
-            plan = made.make(*stretch)
-            if set(sizes) == {True}:
+                plan = _within(budget_bytes, min_size, made.at_boundary, *stretch)
+            else:
+                plan = made.make(*stretch)
+            if budget_bytes is None and {*sizes, *of_blocks} == {True}:
+                largest = max(known[True] for known in (sizes, of_blocks) if known)
                 warn(
                     f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
-                    f"and the largest that may be sampled has {sizes[True]}. Give randomize min_size=0 to sample all.",
+                    f"and the largest that may be sampled has {largest}. Give randomize min_size=0 to sample all.",
+                )
+            elif boundaries is not None and False not in of_blocks:
+                warn(
+                    "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and "
+                    f"no block has such an input of at least min_size={min_size} entries that is no argument of the "
+                    "function. Put jax.checkpoint around a part of the function, or leave boundaries out.",
                 )
             return plan
 

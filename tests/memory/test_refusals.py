@@ -222,6 +222,26 @@ def test_a_sampler_that_is_never_called_is_a_warning():
     trace(sampler=None, min_size=512, budget_bytes=10_000)
 
 
+def test_boundaries_without_a_block_are_a_warning():
+    def trace(block, **options):
+        function = lambda w, x: jnp.sum(block(w, jnp.sin(x)) ** 2)
+        gradient_shape(function, jnp.ones((6, 4)), jnp.ones((20, 6)), boundaries=R.rounding(4), **options)
+
+    layer = lambda w, x: jnp.tanh(x @ w)
+    policy = jax.checkpoint_policies.everything_saveable
+    small = lambda w, x: jax.checkpoint(layer)(w, x[:2])
+    for block, options in (
+        (layer, {"min_size": 0}),
+        (layer, {"min_size": 0, "sampler": None, "budget_bytes": 10_000}),
+        (jax.checkpoint(layer, policy=policy), {"min_size": 0}),
+        (small, {"min_size": 64}),  # as the sine's derivative is sampled
+    ):
+        with pytest.warns(UserWarning, match="boundaries have no effect: .* jax.checkpoint blocks"):
+            trace(block, **options)
+    trace(jax.checkpoint(layer), min_size=0)  # no warning, nor where None is chosen
+    trace(jax.checkpoint(layer), min_size=0, sampler=lambda coefficient: None)
+
+
 def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
     own = jax.custom_vjp(lambda x: jnp.sin(x) ** 2)
     own.defvjp(lambda x: (jnp.sin(x) ** 2, x), lambda x, m: (3 * jnp.cos(x) * m,))
