@@ -97,10 +97,9 @@ def inner_problem(
         raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
     for name, weight in {"hint": hint, "held_out": held_out, "batch_entropy": batch_entropy}.items():
         number(name, weight)
-    if not (hint or held_out):
-        raise ValueError("the weights of the hint and the held-out loss are both 0: there is nothing to minimise")
-    if entropy_form not in ("reference", "paper"):
-        raise ValueError(f"entropy_form must be 'reference' or 'paper', got {entropy_form!r}")
+    if not (hint or held_out or batch_entropy):
+        raise ValueError("the weights hint, held_out and batch_entropy are all 0: there is nothing to minimise")
+    entropy_constant("entropy_form", entropy_form)
 
     def parts(theta):
         if learn_prior and not isinstance(theta, WithPrior):
@@ -254,6 +253,8 @@ def evaluate(
       ((6,), (6,), True)
     """
     steps, measure = whole("steps", steps, 0), measure or task.loss
+    if isinstance(theta, WithPrior):
+        raise TypeError("theta is a WithPrior: give theta.learner as theta, and prior=theta.prior")
     if tasks is not None:
         whole("tasks", tasks, 2)
 
@@ -261,15 +262,16 @@ def evaluate(
         keys = jax.random.split(key, 4)
         drawn = task.draw(keys[0])
         params = task.prior(keys[1]) if prior is None else prior
-        judge = task.held_out(drawn, keys[3])
+        held_out = task.held_out(drawn, keys[3])
+        judge = lambda params: jnp.asarray(measure(params, held_out))
         state = learner.init(theta, params, task.batch(drawn, keys[2]))
 
         def step(carry, key):
             params, state = learner.step(theta, carry[0], carry[1], task.batch(drawn, key))
-            return (params, state), measure(params, judge)
+            return (params, state), judge(params)
 
         _, values = mplp.scan_steps(step, (params, state), jax.random.split(keys[2], steps))
-        return jnp.concatenate([measure(params, judge)[None], values])
+        return jnp.concatenate([judge(params)[None], values])
 
     if tasks is None:
         return one(key)
@@ -312,7 +314,7 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
       >>> ap.meta.batch_entropy(network, params, jnp.ones((4, 2))).tolist()    # equal inputs: no variance
       [0.0]
     """
-    constant = 1.0 if form == "reference" else 1e-5
+    constant = entropy_constant("form", form)
     entropies = []
     for layer, (_, value) in zip(network.layers, network.layer_outputs(params, x), strict=True):
         if layer.kind == "activation":
@@ -321,3 +323,9 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
     if not entropies:
         raise ValueError("batch entropy is that of activations, and the network has none")
     return jnp.stack(entropies)
+
+
+def entropy_constant(what: str, form: EntropyForm) -> float:
+    if form not in ("reference", "paper"):
+        raise ValueError(f"{what} must be 'reference' or 'paper', got {form!r}")
+    return 1.0 if form == "reference" else 1e-5

@@ -18,8 +18,9 @@ WEIGHTS = {"hint": 0.4, "held_out": 0.7}
 
 
 def family():
+    """So narrow a prior that there is a penalty."""
     sizes = {"sizes": (1, HIDDEN, 1), "batch": BATCH, "held_out": 4}
-    return meta.sinusoid(**sizes, activation=jnp.tanh, amplitude=(1.0, 2.0), deviation=0.6)
+    return meta.sinusoid(**sizes, activation=jnp.tanh, amplitude=(1.0, 2.0), deviation=0.3)
 
 
 def predict(params, x):
@@ -65,7 +66,10 @@ CASES = [
         (False, 1, True, {"batch_entropy": 2.0, "entropy_form": "paper"}),
     ]
 ]
-CASES += [dict.fromkeys(WEIGHTS, 0.0) | {name: WEIGHTS[name], "learn_prior": True} for name in WEIGHTS]
+CASES += [
+    dict.fromkeys(WEIGHTS, 0.0) | {name: weight, "learn_prior": True}
+    for name, weight in (WEIGHTS | {"batch_entropy": 2.0}).items()
+]
 
 
 def setting(options):
@@ -161,6 +165,7 @@ REFUSED = [
     *[("length", value, make_nothing) for value in (0, -1, 2.5, True)],
     *[("shortest", value, make_nothing) for value in (0, 3, 1.5)],
     *[(n, v, make_nothing) for n in ("hint", "held_out", "batch_entropy") for v in (-0.1, jnp.nan, "1")],
+    ("entropy_form", "Reference", make_nothing),
     *[("segment", v, meta.truncated) for v in (0, -2, 2.0, 4)],
     *[("segment", v, f) for f in (meta.truncated_evolution, meta.persistent_evolution) for v in (0, 2.0)],
     *[("sigma", v, meta.single_evolution) for v in (0.0, -1.0, jnp.inf, jnp.nan, "1")],
@@ -194,8 +199,17 @@ def test_a_step_after_the_horizon_does_not_count_though_it_has_no_derivative(x64
         np.testing.assert_allclose(jnp.hstack(found), [np.sqrt(0.75), -0.5 / np.sqrt(0.75)], rtol=1e-12)
 
 
+def test_the_penalty_alone_is_something_to_minimise(x64):
+    """In one program the value alone; `test_derivatives_are_those_of_the_documented_loss` has all of it."""
+    problem, theta, key, loss = setting(CASES[-1])
+    expected = loss(theta)
+    assert expected > 0.05
+    np.testing.assert_allclose(jax.jit(meta.objective, static_argnums=0)(problem, theta, key)[0], expected, rtol=1e-10)
+
+
 def test_options_that_make_no_sense_are_refused():
     problem, theta, key, _ = setting({"hint": 1.0})
+    refused(ValueError, "nothing to minimise", make_nothing, None, hint=0, held_out=0)
     for name, value, make in REFUSED:
         options = {"segment": 2} if make in (meta.persistent_evolution, meta.single_evolution) else {}
         made = lambda options=options | {name: value}, make=make: first(make(problem, **options), theta, key)

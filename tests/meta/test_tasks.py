@@ -112,6 +112,7 @@ def test_batch_entropy():
         assert expected > 0
         np.testing.assert_allclose(meta.entropy_penalty(network, params, x, form=form), expected, rtol=1e-4)
         refused(ValueError, "the network has none", meta.entropy_penalty, others, params, x, form=form)
+    refused(ValueError, "form must be .* got 'Reference'", meta.batch_entropy, network, params, x, form="Reference")
 
 
 def test_roles_fit_every_depth_and_normalized_steps_every_width():
@@ -169,6 +170,10 @@ def test_learning_is_judged_by_mean_and_standard_error_over_tasks():
     better, spread = means[0, -1] - means[1, -1], np.std(curves[0, :, -1] - curves[1, :, -1], ddof=1) / 8
     assert better > 3 * spread
     refused(ValueError, "at least 2", meta.evaluate, task, learner, thetas[0], key, steps, tasks=1)
+    both = meta.WithPrior(thetas[0], task.prior(key))
+    refused(TypeError, "theta.learner.* prior=theta.prior", meta.evaluate, task, learner, both, key, steps)
+    constant = lambda theta: meta.evaluate(task, learner, theta, key, steps, lambda params, batch: 1.0)
+    assert jax.eval_shape(constant, thetas[0]).mean.shape == (steps + 1,)
 
 
 def test_the_trained_sinusoid_rule_learns():
