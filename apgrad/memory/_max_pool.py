@@ -5,29 +5,33 @@ window's largest entry, a byte, is enough.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.messages import Static
 from apgrad._ground.propagator import Propagator, node
 
 
-def max_pool(x: jax.Array, window: tuple[int, int], strides: tuple[int, int] | None = None) -> jax.Array:
+def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> jax.Array:
     """The largest entry of each window, without padding; a window's place takes a byte, or two if it has many entries.
 
     Of equal entries the first one gets the message, as in JAX.
 
     Args:
       x: (n, height, width, channels), of a floating-point dtype.
-      window: its height and width.
-      strides: the steps of the window along height and width; the window's size if not given.
+      window: its height and width, or one number for both.
+      strides: the steps of the window along height and width, in the same form; the window's size if not given.
 
     Returns:
       (n, rows, columns, channels), of the dtype of x.
 
     Raises:
-      ValueError: if x has not four axes or is smaller than the window.
+      ValueError: if x has not four axes or is smaller than the window, or if a size or a step is no positive integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -36,7 +40,8 @@ def max_pool(x: jax.Array, window: tuple[int, int], strides: tuple[int, int] | N
       >>> y.shape, sum(r.nbytes for r in ap.memory.residuals(lambda x: ap.memory.max_pool(x, (2, 2)), x)) == y.size
       ((2, 4, 4, 3), True)
     """
-    strides = strides or window
+    window = _pair("the window of max_pool", window)
+    strides = window if strides is None else _pair("the strides of max_pool", strides)
     small = jnp.uint8 if math.prod(window) <= 2**8 else jnp.uint16
 
     def windows(x):
@@ -65,3 +70,10 @@ def max_pool(x: jax.Array, window: tuple[int, int], strides: tuple[int, int] | N
     if x.ndim != 4 or any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
         raise ValueError(f"max_pool takes x (n, h, w, c) not smaller than its window, got {x.shape} and {window}")
     return node(Propagator(forward, backward))(x)
+
+
+def _pair(what: str, given: Any) -> tuple[int, int]:
+    pair = (given, given) if np.ndim(given) == 0 else tuple(given)
+    if len(pair) != 2:
+        raise ValueError(f"{what} is an integer or two, for height and width; got {given!r}")
+    return whole(what, pair[0]), whole(what, pair[1])

@@ -126,3 +126,8 @@ def test_max_pool_is_exact():
     chex.assert_trees_all_close(found, truth, rtol=1e-5, atol=1e-5)
     assert remembered(lambda x: R.max_pool(x, (2, 2)), x) == x.size // 4
     refused(ValueError, "max_pool takes", R.max_pool, jnp.ones((1, 2, 2, 1)), (3, 3))
+    pools = jax.jit(lambda x: [R.max_pool(x, 3, 2), R.max_pool(x, [3, 3], (2, 2))])
+    chex.assert_trees_all_equal(*pools(x))
+    for bad in (0, (2, 0), (-1, -1), (2.0, 2.0), (2,), (2, 2, 1), "22", True):
+        refused(ValueError, "the window of max_pool", R.max_pool, x, bad)
+        refused(ValueError, "the strides of max_pool", R.max_pool, x, 2, bad)
