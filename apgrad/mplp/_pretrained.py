@@ -198,7 +198,10 @@ def _fill(form: Trained, values: dict[str, np.ndarray]) -> Trained:
         if not fits:
             raise ValueError(f"a rule's numbers are finite and real, of {dtype}; got {value.dtype} for {name}")
     filled = [jnp.asarray(values[name], leaf.dtype) for name, leaf in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(form), filled)
+    made = jax.tree.unflatten(jax.tree.structure(form), filled)
+    if isinstance(made, Normalized):
+        made.told = float(made.horizon[...]) > 0  # which `for_steps` said, before the rule was saved
+    return made
 
 
 def _file(path: str | Path, suffix: str) -> Path:

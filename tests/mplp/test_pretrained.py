@@ -315,6 +315,18 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
             _reach.Reach.of({"trained": "here"} | wrong)
 
 
+def test_a_rule_that_was_told_its_updates_knows_them_when_it_is_read(tmp_path):
+    """So that it does not warn that it was not told; one that was not told still does."""
+    made, params, batch = network()
+    new = mplp.Normalized(sites(), rngs=nnx.Rngs(0), message_size=1, rank=1, hidden=2)
+    for rule, told in ((new.for_steps(5), True), (new, False)):
+        mplp.save_trained(rule, {"trained": "here", "updates": 9} | REACH, tmp_path / "rule")
+        found, _ = mplp.load_trained(tmp_path / "rule")
+        assert (found.told, found.horizon[...]) == (told, 5 * told)
+        with contextlib.nullcontext() if told else pytest.warns(UserWarning, match="for_steps"):
+            trace(found, made, params, batch)
+
+
 @pytest.mark.parametrize(
     ("between", "match"),
     [
