@@ -153,7 +153,7 @@ def _is_rounded(distribution, x, shape):
     while isinstance(distribution, _WRAPPERS):
         distribution = distribution.base_dist
     if isinstance(distribution, _LOC_SCALE):
-        return within(jnp.abs(x) * float(limits.eps) > lax.stop_gradient(distribution.scale) / 4)
+        return within(jnp.abs(x) * (4 * float(limits.eps)) > lax.stop_gradient(distribution.scale))
     rounded, moves = jnp.zeros(shape, bool), _transforms(distribution)
     ends = [isinstance(_of(transform, "codomain"), _UNIT) for transform in moves]
     while any(ends):
