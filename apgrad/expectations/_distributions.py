@@ -153,7 +153,8 @@ def _is_rounded(distribution, x, shape):
     while isinstance(distribution, _WRAPPERS):
         distribution = distribution.base_dist
     if isinstance(distribution, _LOC_SCALE):
-        return within(jnp.abs(x) * (4 * float(limits.eps)) > lax.stop_gradient(distribution.scale))
+        scale: Any = lax.stop_gradient(distribution.scale)
+        return within(jnp.abs(x) * (4 * float(limits.eps)) > scale)
     rounded, moves = jnp.zeros(shape, bool), _transforms(distribution)
     ends = [isinstance(_of(transform, "codomain"), _UNIT) for transform in moves]
     while any(ends):
