@@ -138,7 +138,7 @@ REGRESSIONS = [  # inputs, outputs, hidden widths, activation, minibatch, deviat
 ]
 LAYERED = {"sequences": (architectures.recurrent, SEQUENCES), "convnets": (architectures.convnet, CONVNETS)}
 DRAWN = 3  # members of the family in an outer step
-REMAT = 1  # each step computed again: on a CPU faster by a third, of images, than writing and reading what it remembers
+REMAT = 1  # each step is computed again, which takes these networks less time than to read back all that it remembers
 ABOUT["images"] = {
     "data": "training images of MNIST and CIFAR-10, 12x12, and digits, standardized",
     "standardized": True,

@@ -60,6 +60,17 @@ def bounds(what: str, value: Any) -> None:
         raise ValueError(f"{what} must be two finite numbers, the lowest and the highest, got {value!r}")
 
 
+def per_axis(name: str, sizes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One size for each space axis of an array (batch, *space, channels)."""
+    axes, found = max(len(shape) - 2, 0), np.asarray(sizes)
+    if found.dtype.kind not in "iu" or found.shape not in ((), (axes,)) or np.any(found < 1):
+        raise ValueError(
+            f"{name} needs a positive integer, one for all or one for each of the {axes} space axes of (batch, *space, "
+            f"channels) = {shape}; got {sizes!r}"
+        )
+    return tuple(np.broadcast_to(found, axes).tolist())
+
+
 def is_single(numbers: Any) -> bool:
     return hasattr(numbers, "__index__") and not getattr(numbers, "shape", ())
 

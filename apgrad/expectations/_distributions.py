@@ -74,9 +74,9 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
 def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Array:
     """What `x`, the sample of this key, was before it was rounded to half precision: the score is that of this one.
 
-    The program goes on with f(round(y)), and E[f(round(y)) score(y)] is the derivative of its expectation;
-    E[f(round(y)) score(round(y))] is not: of a normal number it is too large by a part d^2 / (12 s^2), with d the
-    distance of two numbers of half precision and s the scale.
+    The program goes on with f(round(y)), and E[f(round(y)) score(y)] is the derivative of its expectation.
+    E[f(round(y)) score(round(y))] is not: of a normal distribution with the scale s it is too large by the fraction
+    d^2 / (12 s^2), where d is the distance between neighbouring numbers of half precision.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
         return x
@@ -142,19 +142,18 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 def _is_rounded(distribution, x, shape):
     """Whether samples, of this batch shape, lost to rounding what their score depends on.
 
-    They did where they are rounded more coarsely than by a quarter of their scale, and where NumPyro, which keeps
-    numbers of the unit interval from its ends, has clipped them.
+    A sample with a location and a scale has, where neighbouring numbers may be more than a quarter of the scale apart.
+    A sample of the unit interval or the simplex has, where NumPyro clipped it to keep it away from the ends.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
-    limits = jnp.finfo(x.dtype)
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
-    clipped = lambda x: within((x <= float(limits.tiny)) | (x >= 1 - float(limits.eps)))
+    clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
     while isinstance(distribution, _WRAPPERS):
         distribution = distribution.base_dist
     if isinstance(distribution, _LOC_SCALE):
         scale: Any = lax.stop_gradient(distribution.scale)
-        return within(jnp.abs(x) * (4 * float(limits.eps)) > scale)
+        return within(jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)) > scale)
     rounded, moves = jnp.zeros(shape, bool), _transforms(distribution)
     ends = [isinstance(_of(transform, "codomain"), _UNIT) for transform in moves]
     while any(ends):
@@ -163,6 +162,12 @@ def _is_rounded(distribution, x, shape):
     if isinstance(distribution, (*_OF_GAMMAS, dist.TransformedDistribution)):
         return rounded
     return rounded | clipped(x) if isinstance(_of(distribution, "support"), _UNIT) else rounded
+
+
+def _at_ends(x):
+    """Whether samples are those to which NumPyro clips what is closer to 0, and to 1."""
+    limits = jnp.finfo(x.dtype)
+    return x <= float(limits.tiny), x >= 1 - float(limits.eps)
 
 
 def require_density(what: str, distribution: Any) -> None:
@@ -237,10 +242,10 @@ class _OfLogits(dist.Distribution):
 class _WithEnds(dist.Distribution):
     """A Beta or Dirichlet distribution, with the derivative of the mass of an end at what is clipped to it.
 
-    NumPyro keeps samples in [tiny, 1 - eps]; with concentrations of a tenth it clips a tenth of them. Up to e a share
-    with the concentration a has the mass C e^a / a, and at e the density C e^(a - 1): so the derivative of the log-mass
-    is that of the log-density and of -log a. At the other end a Beta's samples are 1 less multiples of eps, so that of
-    those at eps the distance was up to 3/2 eps, whose mass has a factor of (3/2)^a.
+    NumPyro clips samples to [tiny, 1 - eps], and so, with concentrations of a tenth, a tenth of them. A share with the
+    concentration a has the density C e^(a - 1) at a small e, and the mass C e^a / a below it. So the derivative of the
+    log-mass is that of the log-density and of -log a. Near 1 a Beta's samples are 1 - n eps with whole numbers n: the
+    sample 1 - eps stands for all distances up to 3/2 eps, whose mass is (3/2)^a times that of eps.
     """
 
     pytree_data_fields = ("part",)
@@ -250,11 +255,9 @@ class _WithEnds(dist.Distribution):
         super().__init__(part.batch_shape, part.event_shape, validate_args=False)
 
     def log_prob(self, value):
-        part, limits = self.part, jnp.finfo(value.dtype)
+        part, (at_zero, at_one) = self.part, _at_ends(value)
         of_end = lambda end, a, far: jnp.where(end, a * math.log(far) - jnp.log(a), 0)
-        at_zero = value <= float(limits.tiny)
         if isinstance(part, dist.Beta):
-            at_one = value >= 1 - float(limits.eps)
             ends = of_end(at_zero, part.concentration1, 1.0) + of_end(at_one, part.concentration0, 1.5)
         else:
             ends = jnp.sum(of_end(at_zero, part.concentration, 1.0), axis=-1)

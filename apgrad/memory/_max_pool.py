@@ -6,13 +6,11 @@ window's largest entry, a byte, is enough.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import per_axis
 from apgrad._ground.messages import Static
 from apgrad._ground.propagator import Propagator, node
 
@@ -40,8 +38,13 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
       >>> y.shape, sum(r.nbytes for r in ap.memory.residuals(lambda x: ap.memory.max_pool(x, (2, 2)), x)) == y.size
       ((2, 4, 4, 3), True)
     """
-    window = _pair("the window of max_pool", window)
-    strides = window if strides is None else _pair("the strides of max_pool", strides)
+    wrong = f"max_pool takes x (n, h, w, c) not smaller than its window, got {x.shape} and {window}"
+    if x.ndim != 4:
+        raise ValueError(wrong)
+    window = per_axis("the window of max_pool", window, x.shape)
+    strides = window if strides is None else per_axis("the strides of max_pool", strides, x.shape)
+    if any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
+        raise ValueError(wrong)
     small = jnp.uint8 if math.prod(window) <= 2**8 else jnp.uint16
 
     def windows(x):
@@ -67,13 +70,4 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
         )
         return jax.linear_transpose(windows, jax.ShapeDtypeStruct(*shape.value))(spread)
 
-    if x.ndim != 4 or any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
-        raise ValueError(f"max_pool takes x (n, h, w, c) not smaller than its window, got {x.shape} and {window}")
     return node(Propagator(forward, backward))(x)
-
-
-def _pair(what: str, given: Any) -> tuple[int, int]:
-    pair = (given, given) if np.ndim(given) == 0 else tuple(given)
-    if len(pair) != 2:
-        raise ValueError(f"{what} is an integer or two, for height and width; got {given!r}")
-    return whole(what, pair[0]), whole(what, pair[1])

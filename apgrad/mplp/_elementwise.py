@@ -8,13 +8,12 @@ output's is, so that a rule can use it where the derivative is zero (the papers'
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from apgrad._ground.arguments import per_axis
 from apgrad._ground.port import Signal
 from apgrad.mplp._learned import Local, alike, hand_on, learned_node, names_of, require_signals
 from apgrad.mplp._places import Place
@@ -93,18 +92,9 @@ def mean_pool(signal: Signal, window: int | Sequence[int], strides: int | Sequen
 
 
 def _window(signal, window, strides):
-    sizes = per_axis("the window of pooling", window, signal)
-    return (1, *sizes, 1), (1, *(sizes if strides is None else per_axis("strides", strides, signal)), 1)
-
-
-def per_axis(name: str, sizes: Any, signal: Signal) -> tuple[int, ...]:
-    axes, found = max(signal.value.ndim - 2, 0), np.asarray(sizes)
-    if found.dtype.kind not in "iu" or found.shape not in ((), (axes,)) or np.any(found < 1):
-        raise ValueError(
-            f"{name} needs a positive integer, one for all or one for each of the {axes} space axes of (batch, *space, "
-            f"channels) = {signal.value.shape}; got {sizes!r}"
-        )
-    return tuple(np.broadcast_to(found, axes).tolist())
+    shape = signal.value.shape
+    sizes = per_axis("the window of pooling", window, shape)
+    return (1, *sizes, 1), (1, *(sizes if strides is None else per_axis("strides", strides, shape)), 1)
 
 
 def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsilon: float = 1e-6) -> Signal:

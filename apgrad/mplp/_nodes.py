@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from apgrad._ground.arguments import per_axis
 from apgrad._ground.port import Signal, port
-from apgrad.mplp._elementwise import per_axis
 from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._places import Parameter, Place, SharedParameter
 from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
@@ -120,7 +120,7 @@ def conv(
     if not 1 <= space <= 3:
         raise ValueError(f"conv takes one to three space axes, got a signal of shape {signal.value.shape}")
     window, letters = kernel.value.shape[:-2], "DHW"[-space:]
-    steps = per_axis("the strides of conv", strides, signal)
+    steps = per_axis("the strides of conv", strides, signal.value.shape)
     layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
 
     def patches(x):

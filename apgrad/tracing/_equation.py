@@ -51,10 +51,10 @@ def derivatives(equation: Equation) -> list[Any]:
 
 
 def transposed_mode(name: str, params: Any) -> dict[str, Any]:
-    """Parameters with which indices that were promised to be in bounds, and are not, go where JAX's transpose has them.
+    """Changes to parameters, so that indices that break the promise to be in bounds go where they go in the transpose.
 
-    It is a scatter for a gather, and a gather for a scatter; XLA leaves out what is scattered out of bounds, and clamps
-    what is gathered.
+    XLA clamps such an index where it gathers, and leaves it out where it scatters. The transpose of a gather is a
+    scatter, and that of a scatter is a gather.
     """
     if name not in ("gather", "scatter-add", "scatter-sub") or params["mode"] != GatherScatterMode.PROMISE_IN_BOUNDS:
         return {}

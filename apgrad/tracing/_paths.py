@@ -219,7 +219,7 @@ class Reader:
         return self._loop(scope, inside, inputs, active, arrived, at)
 
     def _edge(self, scope, eqn, inputs, arrived, at) -> Way:
-        call = functools.partial(jaxprs.caller(eqn), **transposed_mode(eqn.primitive.name, eqn.params))
+        call = functools.partial(jaxprs.caller(eqn), **transposed_mode(eqn.primitive.name, jaxprs.Parameters(eqn)))
         function, (x,) = jaxprs.restrict(call, inputs, [at.number])
         x = jnp.asarray(x)
         _, columns = jax.jvp(function, (x,), (jnp.zeros_like(x).at[at.index].set(1),))

@@ -124,7 +124,7 @@ def test_a_sample_that_is_rounded_to_where_the_density_is_infinite_is_an_error(e
 
 
 def test_clipped_and_rounded_samples_have_a_right_score():
-    # Of Beta(.1, .1) a tenth of the samples is clipped at each end, of a share with a concentration of .01 two fifths.
+    # Of Beta(.1, .1) a tenth of the samples is clipped to 1, of the shares with a concentration of .01 a quarter to 0.
     lanes = lambda x: jnp.broadcast_to(x, (100, *jnp.shape(x)))
     beta = lambda b, a=0.1: dist.Beta(a, lanes(b))
     shares = lambda a: dist.Dirichlet(lanes(jnp.stack([a, 0.01, 0.01])))

@@ -176,7 +176,6 @@ def test_ties_go_to_the_first(kind):
     assert trace.influence(kind).share[:, 0].tolist() == [1, 0]
 
 
-@pytest.mark.quick
 def test_influence_counts_more_elements_than_float16_has_numbers():
     def loss(w):
         parts = [jax.named_scope(name)(jnp.square)(x) for name, x in (("a", w[:42_000]), ("b", w[42_000:]))]
@@ -186,6 +185,7 @@ def test_influence_counts_more_elements_than_float16_has_numbers():
     np.testing.assert_allclose([found.share[:, 0], found.gradient[:, 0]], [[0.6, 0.4]] * 2, rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_influence_at_each_depth_is_folded_from_one_computation():
     scope = jax.named_scope
 
