@@ -143,8 +143,8 @@ def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
     return lorenz(s, RHO, force)
 
 
-def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.Module], ap.Tape]:
-    """The rollout of a policy, with its costs."""
+def program(method: Method, task: str, horizon: int, has_aux: bool = False) -> Callable[..., Any]:
+    """The rollout of a policy, with its costs; with `has_aux` it returns the lanes' last states, too."""
     step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), SIGMA))
 
     def cost(s):
@@ -164,7 +164,8 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
             return (tape.cost(cost(s) / horizon) if task == "every step" else tape, s), None
 
         (tape, s), _ = jax.lax.scan(body, (tape, start), jnp.arange(horizon))
-        return tape if task == "every step" else tape.cost(cost(s))
+        tape = tape if task == "every step" else tape.cost(cost(s))
+        return (tape, s) if has_aux else tape
 
     return rollout
 
@@ -221,25 +222,34 @@ def training(method, units, task, horizon, lanes):
 
 @functools.cache
 def _evaluate(task, horizon):
-    """The cost of a policy on 500 lanes, the same for all policies."""
-    function = jax.jit(ap.expectation(program(METHODS["RP"], task, horizon), 500, check_nan=False))
-    return lambda policy: float(function(jax.random.key(0), policy))
+    """On 500 lanes, the same for all policies, the cost of a policy and the share of lanes astray."""
+    rollout = program(METHODS["RP"], task, horizon, has_aux=True)
+    function = jax.jit(ap.expectation(rollout, 500, has_aux=True, check_nan=False))
+
+    def evaluate(policy):
+        cost, s = function(jax.random.key(0), policy)
+        return float(cost), float(np.mean(s[:, 0] < 0))
+
+    return evaluate
 
 
 def curves(
     method: Method, config: Any, units: int, task: str, keys: jax.Array, rate: float, evaluations: int, every: int
-) -> list[list[float]]:
-    """The costs of a training for each key, at each of its evaluations, between which are `every` steps."""
+) -> dict[str, Any]:
+    """For each key a training's costs, at each of its evaluations, between which are `every` steps; and the same for
+    the share of lanes that go *astray*: they end on the side of the other fixed point, x < 0.
+    """
     learner, advance = training(method, units, task, config.horizon, config.lanes)
-    evaluate, costs = _evaluate(task, config.horizon), []
+    evaluate, found = _evaluate(task, config.horizon), []
     for key in keys:
         first, second = jax.random.split(key)
         state, curve = learner.init(first), []
         for key in jax.random.split(second, evaluations):
             state = advance(state, jax.random.split(key, every), jnp.float32(rate))
             curve.append(evaluate(state[0]))
-        costs.append(curve)
-    return costs
+        found.append(curve)
+    costs, astray = np.moveaxis(np.array(found), -1, 0)
+    return {"costs": costs.tolist(), "astray": astray.tolist()}
 
 
 def seconds(
@@ -268,7 +278,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     # The same seeds for all methods and rates: the same first policies.
     keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds)
     method, rate = METHODS[cell["method"]], cell["rate"]
-    return {"costs": curves(method, config, units, task, keys, rate, config.evaluations, every)}
+    return curves(method, config, units, task, keys, rate, config.evaluations, every)
 
 
 def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:

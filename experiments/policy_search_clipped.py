@@ -92,7 +92,7 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The rate, and the costs of each seed at each evaluation; or the seconds of each method's step."""
+    """The rate, and each seed's costs and lanes astray at each evaluation; or the seconds of each method's step."""
     if cell["group"] == "seconds":
         return {"seconds": policy_search.seconds(METHODS, config, config.units, cell["task"], EVERY, ROUNDS)}
     keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
@@ -109,8 +109,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
         rate = min(config.rates, key=at_the_end)
     method, blocks = METHODS[cell["method"]], steps // EVERY
-    costs = policy_search.curves(method, config, config.units, cell["task"], keys, rate, blocks, EVERY)
-    return {"rate": rate, "costs": costs}
+    return {"rate": rate, **policy_search.curves(method, config, config.units, cell["task"], keys, rate, blocks, EVERY)}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -150,6 +149,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"success": float(np.isfinite(success).mean())}
             after = costs[:, _last(config.long)].mean(1)
             row |= {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))}
+            astray = np.concatenate([np.array(mine[name, g]["astray"]) for g in groups])
+            row |= {"astray_long": float(astray[:, _last(config.long)].mean())}
             if took:
                 row |= {"seconds_over_RP": took[name] / took["RP"]}
                 for which, steps in (("cost", config.steps), ("cost_long", config.long)):
