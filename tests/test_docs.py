@@ -79,12 +79,13 @@ def documented():
 
 
 def public(module):
-    """The public names of a module: what it defines without an underscore, and what it hands on (`import a as a`)."""
+    """The names that a module defines without an underscore, and those that it hands on (`import a as a` or `*`)."""
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             yield node.name
         elif isinstance(node, ast.ImportFrom):
             yield from (alias.asname for alias in node.names if alias.asname == alias.name)
+            yield from importlib.import_module(node.module).__all__ if node.names[0].name == "*" else ()
 
 
 @pytest.mark.quick

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import re
 import subprocess
 import sys
@@ -144,6 +145,8 @@ def handed_on():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("apgrad"):
                 file = PACKAGE.parent.joinpath(*node.module.split(".")).with_suffix(".py")
                 yield from ((file, alias.name) for alias in node.names if alias.asname == alias.name)
+                if node.names[0].name == "*":
+                    yield from ((file, name) for name in getattr(importlib.import_module(node.module), "__all__", ()))
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
                 yield path, node.name
 

@@ -31,6 +31,8 @@ from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start
 from apgrad.meta._partition import merge, partition, with_zeros
 from apgrad.meta._unroll import Problem, objective
 
+__all__ = ["evolution", "persistent_evolution", "single_evolution", "truncated_evolution"]
+
 
 def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
     """Antithetic evolution strategies over whole unrolls.

@@ -20,6 +20,8 @@ from apgrad._ground.norms import rescaled
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
 from apgrad.meta._unroll import Problem, final, objective, only_if, run, scalar, step, zero_of
 
+__all__ = ["OuterGradient", "average", "batched", "clipped", "forward_mode", "reverse_mode", "truncated"]
+
 
 class OuterGradient:
     """A way to estimate the gradient of an unroll's loss with respect to the meta-parameters.

@@ -13,6 +13,8 @@ from apgrad import mplp
 from apgrad._ground.arguments import bounds, meets, number, whole
 from apgrad.meta.data import Images
 
+__all__ = ["Task", "accuracy", "images", "mlp", "pool", "sinusoid"]
+
 Batch = tuple[jax.Array, jax.Array]
 """Inputs (batch, ...) and targets (batch, D)."""
 

@@ -24,6 +24,8 @@ from apgrad.meta._log import Log, append_metrics, begin_metrics, show_progress
 from apgrad.meta._outer import OuterGradient, global_view, strong
 from apgrad.meta._partition import merge, partition
 
+__all__ = ["Training", "begin", "normalize_tensors", "outer_steps", "train"]
+
 
 class Training(NamedTuple):
     """What goes on from one outer step to the next: theta, optax's state for what of it is trained, the outer

@@ -24,6 +24,9 @@ from apgrad._ground.arguments import number, whole
 from apgrad.meta._learners import Learner
 from apgrad.meta._tasks import Task
 
+__all__ = ["Evaluation", "Inner", "Problem", "WithPrior", "batch_entropy", "entropy_penalty", "evaluate"]
+__all__ += ["inner_problem", "objective", "run"]
+
 EntropyForm = Literal["reference", "paper"]
 
 

@@ -20,6 +20,8 @@ from apgrad.mplp._places import Place
 from apgrad.mplp._protocol import Elementwise, Site
 from apgrad.mplp._wiring import wire
 
+__all__ = ["activation", "max_pool", "mean_pool", "normalize", "softmax", "transform"]
+
 Features = Callable[..., dict[str, jax.Array]]
 
 

@@ -16,6 +16,8 @@ from apgrad.mplp._learned import hand_on, learned_node, names_of, require_signal
 from apgrad.mplp._places import Place
 from apgrad.mplp._protocol import Elementwise, Site
 
+__all__ = ["absolute_error", "cross_entropy", "readout", "softmax_cross_entropy", "squared_error"]
+
 CLIP = 1e-7  # of probabilities, as published
 
 

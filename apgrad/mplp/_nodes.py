@@ -19,6 +19,8 @@ from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._places import Parameter, Place, SharedParameter
 from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
 
+__all__ = ["bias", "conv", "dense", "embedding", "parameter", "scale", "shared"]
+
 
 def parameter(value: jax.Array) -> Parameter:
     """A parameter with a new port, for a node that is called by hand.

@@ -21,6 +21,8 @@ from apgrad.mplp._reach import Reach
 from apgrad.mplp.rules._normalized import Normalized
 from apgrad.mplp.rules._separable import Separable
 
+__all__ = ["load_pretrained", "load_trained", "pretrained_card", "pretrained_names", "save_trained"]
+
 FOLDER = importlib.resources.files("apgrad.mplp") / "trained"
 Trained = Separable | Normalized
 DIGEST = "sha256"  # the card's entry for the digest of the card and of the arrays' file

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
+__all__ = ["Answer", "Dense", "Diagonal", "Elementwise", "LearnedRule", "LocalRule", "Shared", "Site"]
+
 
 class Site(NamedTuple):
     """A place in a network where a rule works: what is known of it before the data are.

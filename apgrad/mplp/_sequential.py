@@ -13,6 +13,8 @@ from apgrad.mplp import _nodes as nodes
 from apgrad.mplp._layers import Apply, Layer, layer
 from apgrad.mplp._places import Parameter, Place, Places
 
+__all__ = ["NamedLayer", "Sequential", "from_nnx", "to_nnx"]
+
 
 class NamedLayer(NamedTuple):
     """A layer of a network: as a `Layer`, with the name of its place and the paths of its parameters."""

@@ -17,6 +17,8 @@ from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
 from apgrad.mplp._reach import warn_outside
 
+__all__ = ["Network", "backward", "init_state", "inner_step", "scan_steps", "sites", "unroll"]
+
 
 class Network(Protocol):
     """A function that calls nodes."""
