@@ -40,7 +40,9 @@ def forward_gradient(where: Where = None) -> Rule:
             floats = [i for i, x in enumerate(inputs) if is_inexact(x)]
             # In float32 at least: normal numbers that are drawn in bfloat16 have a mean of -.01.
             wide = lambda x: np.promote_types(x.dtype, np.float32)
-            draw = lambda key, x: jax.random.normal(key, x.shape, wide(x)).astype(x.dtype)
+            # Complex numbers with real and imaginary parts of variance 1 each.
+            size = lambda x: 2**0.5 if jnp.iscomplexobj(x) else 1.0
+            draw = lambda key, x: (size(x) * jax.random.normal(key, x.shape, wide(x))).astype(x.dtype)
             draws = [draw(keys[i], inputs[i]) for i in floats]
             output, tangent = jax.jvp(*restrict(site.function, inputs, floats), draws)
             return output, (place(draws, floats, [None] * len(inputs)), tangent)
@@ -48,8 +50,8 @@ def forward_gradient(where: Where = None) -> Rule:
         def backward(memory, message):
             draws, tangent = memory
             pairs = zip(jax.tree.leaves(message), jax.tree.leaves(tangent), strict=True)
-            along = sum(jnp.sum(m * t) for m, t in pairs if t.dtype != jax.dtypes.float0)
-            return tuple(None if draw is None else along * draw for draw in draws)
+            along = sum(jnp.sum(jnp.real(m * t)) for m, t in pairs if t.dtype != jax.dtypes.float0)
+            return tuple(None if draw is None else along.astype(draw.dtype) * jnp.conj(draw) for draw in draws)
 
         return Propagator(forward, backward)
 

@@ -59,20 +59,25 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
                 f"examples. The output of {site} is {site.output}."
             )
         weights = range(len(site.inputs) - site.weights, len(site.inputs))
-        with_values = rewire(site.function, Rule(chosen(where), _value_node, _zeros), argnums=weights)
-        predictions = rewire(site.function, Rule(chosen(where), _prediction, _zeros), argnums=weights)
+        # Direct rules, which are asked for their messages even where none comes to them, as behind a stop_gradient.
+        rule = lambda at: Rule(chosen(where), at, _zeros, direct=True)
+        with_values = rewire(site.function, rule(_value_node), argnums=weights)
+        predictions = rewire(site.function, rule(_prediction), argnums=weights)
 
         def infer(*inputs):
             # The prediction rule sends predictions where a derivative with respect to zeros would be.
             first = jax.grad(predictions)(predictions.init(*inputs), *inputs)
-            step = lambda _, z: jax.tree.map(lambda z, g: z - rate * g, z, jax.grad(with_values)(z, *inputs))
+            down = lambda z, g: z - rate * jnp.conj(g)
+            step = lambda _, z: jax.tree.map(down, z, jax.grad(with_values)(z, *inputs))
             return jax.lax.fori_loop(0, steps, step, first)
 
         def backward(inputs, message):
             values = infer(*inputs)
             _, pullback = jax.vjp(lambda *inputs: with_values(values, *inputs), *inputs)
             gradients = pullback(jnp.ones_like(message))
-            return tuple(message * g if is_inexact(x) else None for x, g in zip(inputs, gradients, strict=True))
+            return tuple(
+                message.astype(g.dtype) * g if is_inexact(x) else None for x, g in zip(inputs, gradients, strict=True)
+            )
 
         return Propagator(lambda *inputs: (site.function(*inputs), inputs), backward)
 
@@ -91,9 +96,9 @@ def _value_node(site: ProgramSite, value: jax.Array) -> Propagator:
 
     def forward(*inputs):
         prediction, pullback = jax.vjp(site.function, *inputs)
-        return value, (value - prediction, pullback)
+        return value, (jnp.conj(value - prediction), pullback)
 
-    def backward(memory, message):
+    def backward(memory, message, result):
         error, pullback = memory
         return message + error, *pullback(-error)
 
@@ -107,9 +112,4 @@ def _prediction(site: ProgramSite, zeros: jax.Array) -> Propagator:
         prediction = site.function(*inputs)
         return prediction, (prediction, inputs)
 
-    def backward(memory, message):
-        # Zeros, not None: JAX asks no node for messages to which none comes.
-        prediction, inputs = memory
-        return prediction, *(jnp.zeros_like(x) if is_inexact(x) else None for x in inputs)
-
-    return Propagator(forward, backward)
+    return Propagator(forward, lambda memory, message, result: (memory[0], *(None for _ in memory[1])))

@@ -63,7 +63,8 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
       argnums: the numbers of the arguments that hold parameters, as in `jax.grad`; all others are data. A product of
         something with an array made of parameters alone is a layer ("dense" or "conv") to the rule. What is made of
-        parameters and data (noisy or fast weights) is no layer's weight.
+        parameters and data (noisy or fast weights) is no layer's weight. The product of two parameters is a weight, and
+        no layer: let an input that is learned, as a first state is, be an argument that is not named here.
 
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,

@@ -31,8 +31,8 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
 
     def at(site, params):
         def answer(w, message, update):
-            size = jnp.sqrt(jnp.mean(w**2)) if scale is None else jnp.asarray(scale, w.dtype)
-            return to_input(site, size * jnp.sign(w), message), update
+            size = jnp.sqrt(jnp.mean(jnp.abs(w) ** 2)) if scale is None else scale
+            return to_input(site, jnp.asarray(size, w.dtype) * jnp.sign(w), message), update
 
         return layer(site, answer)
 

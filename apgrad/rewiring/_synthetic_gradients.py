@@ -44,7 +44,7 @@ def synthetic_gradients(*, where: Where = None) -> Rule:
         def backward(memory, message):
             x, w = memory
             guess, pullback = jax.vjp(lambda params: x @ params[0] + params[1], params)
-            (update,) = pullback(guess - to_input(site, w, message))
+            (update,) = pullback(jnp.conj(guess - to_input(site, w, message)))
             return update, guess, to_weight(site, x, message)
 
         return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)

@@ -8,11 +8,13 @@ each message, wherever JAX has moved it. `with_taps` finds the markers, and make
 
 import contextvars
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -81,8 +83,10 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
       `(*args, **keywords) -> (output, taps)`, where `taps` is a dictionary from names to `ap.rewiring.Tapped`, or to
       what the statistic of the tap returns. A tap in a `scan` is stacked over the steps, a tap under `jax.vmap` over
       the examples (unless value and message are the same for all); axes of scans come first. A tap in a branch of a
-      `cond` that was not taken is zeros. The function is traced at each call, so put `jax.jit` around the result. Of
-      two `with_taps`, one within the other, the inner one takes the taps whose messages pass in its own function.
+      `cond` that was not taken is zeros. (`jax.vmap` evaluates all branches. Within the gradient its taps have values
+      in all; around a gradient whose branch has a `jax.checkpoint` also messages: put it around the result.) The
+      function is traced at each call, so put `jax.jit` around the result. Of two `with_taps`, one within the other, the
+      inner one takes the taps whose messages pass in its own function.
 
     Raises:
       ValueError: at trace time, if there is no tap; if no message passes a tap, or two do, or one inside a `while_loop`
@@ -187,14 +191,32 @@ def _inside(eqn: Any, inside: Any, values: Any, here: set[str]) -> tuple[list[An
     return made[:count], jax.tree.unflatten(structure, made[count:])
 
 
-def _statistic(message, value, *, name, statistic, mapped):
+def _statistic(message, value, flag, *, name, statistic, mapped):
+    def seen(value, message, flag):
+        taken = flag == _number(name)
+        return jax.tree.map(lambda x: jnp.where(taken, x, jnp.zeros_like(x)), statistic(value, message))
+
     for _ in range(mapped):
-        statistic = jax.vmap(statistic)
-    return statistic(value, message)
+        seen = jax.vmap(seen)
+    return seen(value, message, flag)
+
+
+def _number(name: str) -> np.uint32:
+    return np.uint32(zlib.crc32(name.encode()) | 1)
+
+
+def _flag(x: jax.Array, name: str, mapped: int) -> jax.Array:
+    """The tap's number, which a gradient remembers with the value. Where the branch was not taken it has another.
+
+    `jax.vmap` evaluates all branches of a `cond` and chooses outputs, among them what is remembered: in a branch that
+    an example did not take its markers see numbers of the branch that it took. The flag is made of the array, in a way
+    that the compiler removes, as what is made of nothing is not remembered but made again.
+    """
+    return jnp.where(jnp.any(x != x, axis=range(mapped, x.ndim)) & False, np.uint32(0), _number(name))
 
 
 def _identity(name: str) -> Primitive:
-    """A primitive whose output is its first operand. All operands have one shape, mapped axes first."""
+    """A primitive whose output is its first operand. All operands have the mapped axes first."""
     primitive = Primitive(name)
     first = lambda x, *_, **__: x
     primitive.def_impl(first)
@@ -216,16 +238,17 @@ _marker_p = _identity("tap_message")
 
 
 def _tap_jvp(primals, tangents, **params):
-    return _tap_p.bind(*primals, **params), _tangent_p.bind(*tangents, *primals, **params)
+    flag = _flag(*primals, params["name"], params["mapped"])
+    return _tap_p.bind(*primals, **params), _tangent_p.bind(*tangents, *primals, flag, **params)
 
 
 def _tangent_jvp(primals, tangents, **params):
     tangent = ad.instantiate_zeros(tangents[0])
-    return _tangent_p.bind(*primals, **params), _tangent_p.bind(tangent, primals[1], **params)
+    return _tangent_p.bind(*primals, **params), _tangent_p.bind(tangent, *primals[1:], **params)
 
 
-def _tangent_transpose(message, _, value, **params):
-    return [message if type(message) is ad.Zero else _marker_p.bind(message, value, **params), None]
+def _tangent_transpose(message, _, value, flag, **params):
+    return [message if type(message) is ad.Zero else _marker_p.bind(message, value, flag, **params), None, None]
 
 
 ad.primitive_jvps[_tap_p] = _tap_jvp

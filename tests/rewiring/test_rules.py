@@ -240,6 +240,41 @@ def test_options_are_finite_numbers():
     assert jax.jit(lambda s: jax.grad(ap.rewire(jnp.sin, r.gradient_reversal("sin", strength=s)))(0.0))(2.0) == -2
 
 
+COMPLEX = rewiring.sign_symmetry, rewiring.synthetic_gradients
+
+
+def test_complex_weights_have_messages_as_those_of_jax():
+    """Which are conjugates of directions: a length has no conjugate, and an error's square has one in its message."""
+    w, x = (RNG.normal(size=(2, *shape)).astype(np.float32) for shape in ((3, 2), (4, 3)))
+    w, x = w[0] + 1j * w[1], x[0] + 1j * x[1]
+    symmetric, guessed = (ap.rewire(lambda w, x: x @ w, rule()) for rule in COMPLEX)
+    real = lambda f: lambda *args: jnp.sum(jnp.real(f(*args)))
+    guess = guessed.init(w, x)
+    message, update = jax.jit(lambda w, x: (jax.grad(real(symmetric), 1)(w, x), jax.grad(real(guessed))(guess, w, x)))(
+        w, x
+    )
+    size = np.sqrt(np.mean(np.abs(w) ** 2))
+    close(message, np.broadcast_to(np.sum(size * w / np.abs(w), 1), x.shape))
+    close(update["dot_general[0]"][1], -np.conj(4 * w.sum(1)))
+
+
+def test_forward_gradients_of_complex_sites_are_unbiased():
+    @jax.jit
+    def square(z):
+        return jnp.abs(z) ** 2
+
+    spectrum = lambda w: jnp.sum(jnp.arange(1.0, 4.0) * square(jnp.fft.fft(w)))
+    w = jnp.array([1.0, -2.0, 0.5])
+    of_real = jax.grad(ap.rewire(spectrum, rewiring.forward_gradient("square")), argnums=1)
+    of_complex = jax.grad(ap.rewire(lambda z: jnp.abs(z) ** 2, rewiring.forward_gradient()), argnums=1)
+
+    def estimate(key):
+        g = of_complex(key, jnp.complex64(1 + 2j))
+        return of_real(key, w), g.real, g.imag
+
+    ap.testing.assert_unbiased(estimate, (jax.jit(jax.grad(spectrum))(w), 2.0, -4.0), KEY, 20_000)
+
+
 def test_forward_gradients_are_unbiased_of_the_whole_and_layer_by_layer():
     def loss(ws, x, n):
         return jnp.sum((network(ws, x) - TARGET) ** 2) / 2 + n.astype(jnp.float32)
@@ -415,14 +450,14 @@ SMALL = [0.7 * w for w in WS]
 
 
 def squared_error(ws, x, target):
-    return jnp.sum((network(ws, x) - target) ** 2) / 2
+    return jnp.sum(jnp.abs(network(ws, x) - target) ** 2) / 2
 
 
 def energy(values, ws, x, target):
-    total = 0.0
+    total, square = 0.0, lambda x: jnp.sum(jnp.abs(x) ** 2) / 2
     for z, w in zip(values, ws[:-1], strict=True):
-        total, x = total + jnp.sum((z - jnp.tanh(x @ w)) ** 2) / 2, z
-    return total + jnp.sum((x @ ws[-1] - target) ** 2) / 2
+        total, x = total + square(z - jnp.tanh(x @ w)), z
+    return total + square(x @ ws[-1] - target)
 
 
 def after_inference(ws, x, target, steps, rate):
@@ -430,12 +465,13 @@ def after_inference(ws, x, target, steps, rate):
     for w in ws[:-1]:
         values.append(h := jnp.tanh(h @ w))
     for _ in range(steps):
-        values = [z - rate * g for z, g in zip(values, jax.grad(energy)(values, ws, x, target), strict=True)]
+        down = jax.grad(energy)(values, ws, x, target)
+        values = [z - rate * jnp.conj(g) for z, g in zip(values, down, strict=True)]
     return jax.grad(energy, argnums=(1, 2, 3))(values, ws, x, target)
 
 
-@pytest.mark.parametrize("steps, rate", [(1, 0.1), (7, 0.3)])
-def test_gradients_of_the_energy_after_inference(steps, rate):
+@pytest.mark.parametrize("steps, rate, factor", [(1, 0.1, 1), (7, 0.3, 1), (5, 0.2, 1 + 0.4j)])
+def test_gradients_of_the_energy_after_inference(steps, rate, factor):
     rewired = ap.rewire(squared_error, ap.rewiring.predictive_coding("tanh", steps=steps, rate=rate))
 
     @jax.jit
@@ -443,9 +479,28 @@ def test_gradients_of_the_energy_after_inference(steps, rate):
         found = jax.value_and_grad(rewired, argnums=(0, 1, 2))(*args)
         return found, (squared_error(*args), after_inference(*args, steps, rate))
 
-    (value, gradients), (wanted, expected) = both(SMALL, X, TARGET)
+    typed = lambda x: x.astype(np.result_type(np.float32, type(factor)(0)))
+    weights = [typed(factor * w) for w in SMALL]
+    (value, gradients), (wanted, expected) = both(weights, typed(X), typed(TARGET))
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     close(gradients, expected)
+
+
+def test_a_value_that_no_message_reaches_stays_its_prediction():
+    """Behind a stop_gradient the first hidden values are inputs to the others; they were 0, forward too."""
+
+    def stopped(ws, x, target):
+        return squared_error(ws[1:], jax.lax.stop_gradient(jnp.tanh(x @ ws[0])), target)
+
+    rewired = ap.rewire(stopped, ap.rewiring.predictive_coding("tanh", steps=5, rate=0.2))
+
+    @jax.jit
+    def both(ws):
+        return jax.grad(rewired)(ws, X, TARGET), after_inference(ws[1:], jnp.tanh(X @ ws[0]), TARGET, 5, 0.2)[0]
+
+    (first, *others), expected = both(SMALL)
+    assert not np.any(first)
+    close(others, expected)
 
 
 def test_message_scales_all_and_examples_are_inferred_apart():

@@ -95,6 +95,29 @@ def test_branches_share_a_name_and_a_branch_that_is_not_taken_is_zeros():
     assert (other["both"].message, other["sine"].message, other["sine"].value) == (3, 0, 0)
 
 
+def test_a_branch_that_one_example_does_not_take_is_zeros_for_it():
+    """`jax.vmap` of a `cond` evaluates all branches; of what an example does not take it has another's numbers."""
+
+    def loss(x, steps):
+        def step(carry, x):
+            h, t = carry
+            more = lambda h: ap.tap(jnp.tanh(h + x), "state")
+            return (jax.lax.cond(t < steps, more, lambda h: ap.tap(jnp.sin(h), "after") ** 2, h), t + 1), None
+
+        return jax.lax.scan(step, (0.0, 0), x)[0][0]
+
+    @jax.jit
+    def both(steps):
+        x = jnp.arange(1.0, 4.0)
+        one = lambda n: jax.grad(loss)(x, n)
+        inside, outside = ap.with_taps(jax.vmap(one))(steps)[1], jax.vmap(lambda n: ap.with_taps(one)(n)[1])(steps)
+        return jax.tree.map(jnp.transpose, inside), outside
+
+    inside, outside = both(jnp.array([3, 1]))
+    jax.tree.map(close, inside, outside)
+    assert not np.any(inside["state"].message[1, 1:]) and not np.any(inside["after"].value[0])
+
+
 def test_nested_scans_stack_twice_and_dtypes_stay():
     def loss(x):
         def inner(h, _):
