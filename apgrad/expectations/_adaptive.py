@@ -144,14 +144,11 @@ def adaptive(
         slots = sum(plan.sites or ())
         if not slots:
             trouble = f"{counted.sites[0]} is never visited" if counted.sites else "no node of the program has a mixer"
-            raise ValueError(
-                f"{trouble}: ap.adaptive weighs mixers, as ap.total_propagation() is. Use ap.value_and_grad"
-            )
+            raise ValueError(f"{trouble}: ap.adaptive weighs mixers, as ap.total_propagation(). Use ap.value_and_grad")
         if state is not None and jnp.shape(state.moments) != (2, 2, slots, cells, ROW):
             raise ValueError(
                 f"the state has moments of shape {jnp.shape(state.moments)}, and this program with these arguments "
-                f"needs (2, 2, {slots}, {cells}, {ROW}), rows for each visit of a mixer. Make the state with init for "
-                "these arguments."
+                f"needs (2, 2, {slots}, {cells}, {ROW}). Make the state with init for these arguments."
             )
         _, weights, sent = visits(plan)
 

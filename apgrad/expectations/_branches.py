@@ -60,9 +60,8 @@ def _require_apart(run, keys, ports):
             marked = refuse_batching(data[index], begin)
             wrapped = jax.random.wrap_key_data(marked, impl=jax.random.key_impl(key))
             end, output = run(index, wrapped, ports)
-            results.append(
-                (marked, jax.tree.leaves(end), [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)])
-            )
+            arrays = [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)]
+            results.append((marked, jax.tree.leaves(end), arrays))
         return results
 
     branch, made = -1, {}

@@ -45,10 +45,7 @@ def credit(
     ledger = tape._require_current(name)
     ledger.scoring = name
     if zero.ndim < 1 + parts or zero.shape[0] != tape.lanes:
-        raise ValueError(
-            f"{name}: the log-density has shape {zero.shape}, expected the lanes first, "
-            f"({tape.lanes},{' parts,' if parts else ''} ...)"
-        )
+        raise ValueError(f"{name}: the log-density has shape {zero.shape}, not ({tape.lanes},{' parts,' * parts} ...)")
     shape = zero.shape[: 1 + parts]
     zero = zero.reshape(*shape, -1).sum(-1)
     weighed = None if log_weight is None else log_weight.reshape(*shape, -1).sum(-1)
@@ -178,9 +175,7 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
     if not parts:
         return False
     if len(shape) < 2 or shape[1] < 1:
-        raise ValueError(
-            f"{what}: with parts=True the sample's shape is (lanes, parts, ...), a part at least, got {shape}"
-        )
+        raise ValueError(f"{what}: with parts=True a sample is (lanes, parts, ...), a part at least, got {shape}")
     tape._require_current(what).parts.setdefault(shape[1], what)
     return True
 

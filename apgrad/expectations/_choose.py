@@ -81,10 +81,7 @@ def choose(
             f"{estimator.name}()) or ap.sample(tape, distribution, {estimator.name}()), and give the costs to the tape"
         )
     if not isinstance(estimator, ChoiceEstimator):
-        raise TypeError(
-            f"choose takes an estimator that looks at alternatives, as ap.enumeration() makes it, got {estimator!r}. "
-            "Did you forget the parentheses?"
-        )
+        raise TypeError(f"choose needs an estimator as ap.arm(), got {estimator!r}. Did you forget the parentheses?")
     what = f"choose ({estimator.name})"
     baselines.require_baseline(what, baseline)
     require_tape(what, tape)
@@ -125,26 +122,21 @@ def _form(what, continuation, drawn, args):
     def pair(*inputs):
         found = continuation(*inputs)
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(
-                f"{what}: the continuation must return (cost, y), got {type(found).__name__}. Return (cost, None) if "
-                "nothing goes on."
-            )
+            found = type(found).__name__
+            raise TypeError(f"{what}: the continuation must return (cost, y), y may be None, got {found}")
         return jnp.asarray(found[0]), found[1]
 
     program, (cost, y) = trace(pair, *lane)
     if cost.shape != () or not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
-        raise ValueError(
-            f"{what}: the continuation's cost must be one real number, got shape {cost.shape} and dtype {cost.dtype}; "
-            f"it is given one lane at a time. {_MINIBATCH}"
-        )
+        found = f"got shape {cost.shape} and dtype {cost.dtype}"
+        raise ValueError(f"{what}: a lane's cost must be one real number, {found}. {_MINIBATCH}")
     return y, program
 
 
 _MINIBATCH = (
     "For a minibatch let each example be a lane: ap.expectation(program, lanes=examples) without data=, a distribution "
     "of batch shape (examples,), and the examples as arguments after the estimator, ap.choose(tape, distribution, "
-    "lambda x, example: (cost, None), estimator, examples). The objective is the mean over lanes; for several samples "
-    "of an example take ap.rloo(samples) or the like. help(ap.choose) has a whole program."
+    "lambda x, example: (cost, None), estimator, examples). help(ap.choose) has a whole program."
 )
 
 
@@ -174,8 +166,7 @@ def _warn_of_integers(what, program):
     flow(program, [True, *[False] * (len(program.jaxpr.invars) - 1)], transfer, lambda a, b: a or b, lambda _: False)
     if found:
         warn(
-            f"{what}: the cost is evaluated between the outcomes too, and makes integers of them "
-            f"({found[0]}), where it is flat. The gradient is right, but its variance is higher than "
-            "without the relaxation. Write the cost as a differentiable function of x (a product with a one-hot vector "
-            "in place of an index), or use ap.disarm() or ap.rloo()."
+            f"{what}: the cost is evaluated between the outcomes too, and makes integers of them ({found[0]}), where "
+            "it is flat. The gradient is right, but its variance is higher than without the relaxation. Write the cost "
+            "as a differentiable function of x (a product with a one-hot vector), or use ap.disarm() or ap.rloo()."
         )

@@ -29,10 +29,7 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
         raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
     for size, what in ledger.parts.items():
         if data not in (None, size):
-            raise ValueError(
-                f"{what} has {size} parts, and data={data} is given. The parts are the examples of the minibatch: "
-                f"use data={size}, or one part an example"
-            )
+            raise ValueError(f"{what} has {size} parts, and data={data} is given: use {size}, or a part an example")
     for shape in by_part:
         if data not in (None, shape[1]):
             raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {data}): the lanes and the data")
@@ -45,8 +42,7 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
         raise ValueError(
             f"{ledger.charged_parts} was made with parts=True, and no cost has shape (lanes, parts): the costs were "
             f"summed or averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of "
-            f"shape ({lanes}, {next(iter(ledger.parts))}), one value for each lane and {axis}; the mean over lanes "
-            f"{'and data ' if data is not None else ''}is taken by ap.expectation."
+            f"shape ({lanes}, {next(iter(ledger.parts))}), one value for each lane and {axis}."
         )
 
 

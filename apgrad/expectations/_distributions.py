@@ -43,15 +43,13 @@ class Distribution(Protocol):
 
 
 def require_distribution(what: str, distribution: Any) -> None:
+    name = type(distribution).__name__
     if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
-        raise TypeError(
-            f"{what} needs a distribution, a pytree with sample(key) and log_prob(x) as NumPyro's are; got "
-            f"{type(distribution).__name__}"
-        )
+        raise TypeError(f"{what} needs a distribution, with sample and log_prob as NumPyro's, got {name}")
     if jax.tree_util.all_leaves([distribution]):
         raise TypeError(
-            f"{what} needs a distribution that is a pytree, and {type(distribution).__name__} is a leaf: its "
-            "parameters would get no gradient. Register it, say by jax.tree_util.register_dataclass."
+            f"{what} needs a distribution that is a pytree, and {name} is a leaf: its parameters would get no "
+            "gradient. Register it, say by jax.tree_util.register_dataclass."
         )
 
 
@@ -93,25 +91,27 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """
 
     def refuse(reason):
-        raise TypeError(
-            f"{what} needs a pathwise derivative, and {type(distribution).__name__} has none: {reason}. Use "
-            "likelihood_ratio() for it."
-        )
+        name = type(distribution).__name__
+        raise TypeError(f"{what} needs a pathwise derivative, and {name} has none: {reason}. Use likelihood_ratio().")
 
     parts = _parts(distribution)[::-1]  # the innermost first, so that errors name what is at fault
     for part in parts:
         if _is_discrete(part, key):
             refuse(f"samples of {type(part).__name__} are discrete, or no floating-point numbers")
-    if getattr(distribution, "has_rsample", hasattr(distribution, "rsample")):
+    has_rsample = getattr(distribution, "has_rsample", hasattr(distribution, "rsample"))
+    if has_rsample:
         for part in parts:
             if _claims_rsample_by_default(part):
                 refuse(
                     f"{type(part).__name__} declares no parameters, neither in arg_constraints nor in "
                     "reparametrized_params, so that its has_rsample says nothing; declare them, or define rsample"
                 )
-        return _floating(what, distribution, _draw(distribution, "rsample", key))
-    x = _floating(what, distribution, sample(distribution, key))
-    univariate = distribution
+    x = _draw(distribution, "rsample" if has_rsample else "sample", key)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        refuse(f"its samples have dtype {x.dtype}")
+    if has_rsample:
+        return x
+    x, univariate = lax.stop_gradient(x), distribution
     while isinstance(univariate, _WRAPPERS):  # they have no cdf, and their samples are those of what they wrap
         univariate = univariate.base_dist
     if not _has_cdf(univariate, x):
@@ -181,9 +181,8 @@ def require_density(what: str, distribution: Any) -> None:
             )
         if not _have_one_support(_components(part)):
             raise TypeError(
-                f"{what}: the components of {type(part).__name__} are not known to have one and the same support, and "
-                "the log_prob of a component is not -inf where the component has no samples, so that the mixture's is "
-                "not the density of its samples. Sample the component first, by likelihood_ratio(), and then from it."
+                f"{what}: the components of {type(part).__name__} are not known to have one support, without which the "
+                "log_prob is not the density of its samples. Sample the component first, by likelihood_ratio()."
             )
 
 
@@ -214,19 +213,21 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
     return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(widened(x))
 
 
-class _OfLogits(dist.Distribution):
+class _OfPart(dist.Distribution):
+    pytree_data_fields = ("part",)
+
+    def __init__(self, part):
+        self.part = part
+        super().__init__(part.batch_shape, part.event_shape, validate_args=False)
+
+
+class _OfLogits(_OfPart):
     """The number x of ones of n choices: its log-density is x logits - n softplus(logits) + log (n over x).
 
     NumPyro's has max(logits, 0) and |logits|, whose derivatives at logits of 0 make x the score of one choice, where
     x - 1/2 is right, and a product inf * 0. Infinite logits become finite ones, the other outcome of probability 0.
     Of logits above 0 it is the log-density of the n - x zeros, so that no large numbers cancel.
     """
-
-    pytree_data_fields = ("part",)
-
-    def __init__(self, part):
-        self.part = part
-        super().__init__(part.batch_shape, validate_args=False)
 
     def log_prob(self, value):
         logits = jnp.asarray(self.part.logits)
@@ -239,7 +240,7 @@ class _OfLogits(dist.Distribution):
         return turned * logits - n * jax.nn.softplus(logits) + ways
 
 
-class _WithEnds(dist.Distribution):
+class _WithEnds(_OfPart):
     """A Beta or Dirichlet distribution, with the derivative of the mass of an end at what is clipped to it.
 
     NumPyro clips samples to [tiny, 1 - eps], and so, with concentrations of a tenth, a tenth of them. A share with the
@@ -247,12 +248,6 @@ class _WithEnds(dist.Distribution):
     log-mass is that of the log-density and of -log a. Near 1 a Beta's samples are 1 - n eps with whole numbers n: the
     sample 1 - eps stands for all distances up to 3/2 eps, whose mass is (3/2)^a times that of eps.
     """
-
-    pytree_data_fields = ("part",)
-
-    def __init__(self, part):
-        self.part = part
-        super().__init__(part.batch_shape, part.event_shape, validate_args=False)
 
     def log_prob(self, value):
         part, (at_zero, at_one) = self.part, _at_ends(value)
@@ -297,15 +292,6 @@ def float_dtype(distribution: Any, default: Any) -> Any:
     floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
     with standard_promotion():
         return jnp.result_type(*(floats or [default]))
-
-
-def _floating(what, distribution, x):
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{what} needs a pathwise derivative, and samples of {type(distribution).__name__} have dtype {x.dtype}, "
-            "which has none. Use likelihood_ratio() for it."
-        )
-    return x
 
 
 def _claims_rsample_by_default(part) -> bool:

@@ -79,9 +79,7 @@ def expectation(
     if data is not None:
         data = whole("data, the size of the minibatch,", data)
     if cross_fit and (lanes < 4 or lanes % 2):
-        raise ValueError(
-            f"cross_fit=True needs two halves of at least 2 lanes: an even number, at least 4, got {lanes}"
-        )
+        raise ValueError(f"cross_fit=True needs halves of at least 2 lanes: an even number, at least 4, got {lanes}")
 
     def objective(key, *args, **kwargs):
         key = require_key("the objective's first argument", key)
@@ -191,9 +189,7 @@ def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...
 def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) -> None:
     for n in argument_numbers(argnums)[1]:
         if n > len(args):
-            raise ValueError(
-                f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
-            )
+            raise ValueError(f"argnums={argnums}, but the objective got the key and {len(args)} argument(s)")
         require_parameters(f"argument {n}", args[n - 1], jnp.inexact, "which has no gradient")
 
 
@@ -254,16 +250,11 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     require_parts(plan, ledger)
+    acting = f"{ledger.interacting} lets lanes act on each other"
     if ledger.interacting and ledger.scoring:
-        raise ValueError(
-            f"{ledger.interacting} lets lanes act on each other, and {ledger.scoring} charges a lane for its own costs "
-            "only: together they are wrong. Use reparameterization in this program."
-        )
+        raise ValueError(f"{acting}, and {ledger.scoring} charges a lane for its own costs. Use reparameterization().")
     if ledger.interacting and plan.folds > 1:
-        raise ValueError(
-            f"{ledger.interacting} lets lanes act on each other, so that halves of them are not independent, which "
-            "cross_fit=True relies on. Leave it out."
-        )
+        raise ValueError(f"{acting}, so that halves of them are not independent. Leave out cross_fit=True.")
     if ledger.weighed:
         require_weighable(ledger)
     if ledger.discounting and ledger.weighing:
@@ -317,18 +308,15 @@ def _nan_flag(bad: jax.Array, given: list[jax.Array]) -> jax.Array:
 def _fail(finite: Any) -> Any:
     if not finite:
         raise FloatingPointError(
-            "a lane's cost is NaN, and an argument of the program is NaN or infinite: a parameter after an update by a "
-            "gradient that was not finite, or data. Look at the arguments, and keep the gradient finite "
-            "(ap.clip_lanes, shorter horizons, optax.apply_if_finite). ap.expectation(..., check_nan=False) turns this "
-            "check off."
+            "a lane's cost is NaN, and an argument of the program is NaN or infinite: data, or a parameter that had no "
+            "finite gradient (see ap.clip_lanes, optax.apply_if_finite). check_nan=False turns this check off."
         )
     raise FloatingPointError(
         "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is "
         "0 or infinite, to an end of its support, or more coarsely than its scale, which float64 makes rarer; or "
-        "ap.score got a value that its distribution cannot draw, or a behaviour_log_prob that is no log-probability), "
-        "and the gradient would be NaN for all of them. All arguments of the program are finite. Look at the costs "
-        "and at what feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
-        "failed. ap.expectation(..., check_nan=False) turns this check off."
+        "ap.score got a value that its distribution cannot draw, or a behaviour_log_prob that is no log-probability). "
+        "All arguments of the program are finite. Look at what feeds the costs (jax.debug.print, or "
+        "jax.config.update('jax_debug_nans', True)), and mask failed lanes. check_nan=False turns this check off."
     )
 
 

@@ -94,10 +94,8 @@ def multilevel(
     number("the window of multilevel", window, positive=True)
     numeric = not isinstance(levels, str) and not any(isinstance(level, str) for level in levels)
     if not (numeric and len(levels) >= 2 and window >= 1 and meets(levels, lambda x: ~np.isnan(x))):
-        raise ValueError(
-            f"multilevel needs two levels, which are numbers, and a window of one call at least, got {levels}, "
-            f"window={window}"
-        )
+        found = f"{levels}, window={window}"
+        raise ValueError(f"multilevel needs two levels, which are numbers, and a window of at least 1, got {found}")
     keep = 1 - 1 / window
 
     def differences(key, args):

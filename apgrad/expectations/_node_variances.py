@@ -83,10 +83,7 @@ def node_variances(
         jax.block_until_ready(jax.jit(jax.grad(objective, argnums=1))(key, *args))
         jax.effects_barrier()
         if not records:
-            raise ValueError(
-                "no node weighed its estimators: build(estimator) must put the estimator into ap.stochastic, "
-                "and the gradient must pass through it"
-            )
+            raise ValueError("no node weighed its estimators: the gradient must pass through ap.stochastic(estimator)")
         shares, scales, variances = (np.stack(x).astype(np.float64) for x in zip(*reversed(records), strict=True))
         variances = np.where(np.isfinite(scales), variances * scales**2, np.inf)
         return shares, variances * lanes**2 / (lanes - 1)

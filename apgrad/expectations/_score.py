@@ -127,10 +127,7 @@ def require_weighable(ledger: Ledger) -> None:
         (standardized, "the standardized baseline charges scores that are not weighed", "use another baseline"),
     ):
         if found:
-            raise ValueError(
-                f"{ledger.weighed} weighs the costs after it, and in the same program {name}: {instead}, or sample "
-                "here by ap.sample"
-            )
+            raise ValueError(f"{ledger.weighed} weighs the costs after it, and {name}: {instead}, or call ap.sample")
 
 
 def _impossible(distribution, value, behaviour):

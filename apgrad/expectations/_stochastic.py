@@ -191,7 +191,4 @@ def _require_estimator(what, estimator):
             f"function: tape, y = ap.choose(tape, distribution, continuation, ap.{estimator.name}(...), *args)"
         )
     if not isinstance(estimator, (Estimator, Mixer)):
-        raise TypeError(
-            f"{what} takes an estimator, as ap.likelihood_ratio() makes it, got {estimator!r}. Did you forget the "
-            "parentheses?"
-        )
+        raise TypeError(f"{what} takes an estimator, got {estimator!r}. Did you forget the parentheses?")

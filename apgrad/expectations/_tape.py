@@ -37,10 +37,9 @@ from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import Arithmetic, Port, charge_shaped, dice
 
 _BATCHED = (
-    "a tape cannot have a batch axis. In jax.vmap copies of it would draw the same numbers, and in tapes stacked by "
-    "vmap or scan costs would count several times. Give the axis to the arrays, after the lanes: a distribution of "
-    "batch shape (lanes, n), a cost summed over the axis; or run the copies by tape.parallel. Carry a tape through "
-    "scan, and keep it out of the stacked outputs."
+    "a tape cannot have a batch axis: copies in jax.vmap would draw the same numbers, and costs count several times. "
+    "Give the axis to the arrays, after the lanes (a distribution of batch shape (lanes, n), a cost summed over n), or "
+    "run the copies by tape.parallel. Carry a tape through scan, and keep it out of the stacked outputs."
 )
 _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
@@ -173,8 +172,8 @@ class Tape:
         ledger = self._require_current("discount")
         if ledger.branches:
             raise ValueError(
-                "discount inside a branch of tape.parallel: the choices before the fork are in all branches, and their "
-                "credit would fade once for each. Call it before the fork or after the join."
+                "discount inside a branch of tape.parallel: the credit of choices before the fork would fade once for "
+                "each branch. Call it before the fork or after the join."
             )
         if jnp.shape(factor) not in ((), (self.lanes,)):
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
@@ -214,17 +213,14 @@ class Tape:
         ledger = LEDGER.get()
         if ledger is None:
             raise ValueError(
-                f"{what}: a tape works only inside the program of ap.expectation, while it runs (a custom_vjp "
-                "function's fwd may run later: do not give it the tape)"
+                f"{what}: a tape works only inside the program of ap.expectation, not in a custom_vjp's fwd"
             )
         if self._stamp != ledger.stamp:
             raise ValueError(
-                f"{what}: this tape was already used, and what was done with it since would be lost. Every "
-                "use returns the next tape: go on with that one, as with a PRNG key. Into scan, while_loop "
-                "and cond pass the tape as carry or operand, do not close over it; for branches that do "
-                "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use. "
-                "nnx.jit looks at its arguments again after the call: use jax.jit. A jax.custom_jvp rule that runs its "
-                "function and differentiates it uses the tape twice: keep the tape out of custom_jvp functions.)"
+                f"{what}: this tape was already used, and what was done since would be lost: go on with the tape that "
+                "the use returned. Into scan, while_loop and cond pass it as carry or operand, do not close over it; "
+                "for independent branches use tape.parallel. jax.eval_shape is a use, and nnx.jit uses it twice (use "
+                "jax.jit), as may a custom_jvp rule: keep the tape out of custom_jvp functions."
             )
         collecting = self._plan.dtype is None
         wrong = [jnp.shape(p) != port.shape for port, p in self._ports.items()]

@@ -156,10 +156,8 @@ def compare(
       [False, False]
     """
     if not objectives or rounds < 1 or num_estimates < 2:
-        raise ValueError(
-            f"compare needs an objective, a round and 2 estimates at least, got {len(objectives)} objective(s), "
-            f"rounds={rounds}, num_estimates={num_estimates}"
-        )
+        found = f"{len(objectives)} objective(s), {rounds=}, {num_estimates=}"
+        raise ValueError(f"compare needs an objective, a round and 2 estimates at least, got {found}")
     if truth is not None and reference is not None:
         raise ValueError("compare takes the exact gradient, truth=, or a reference to stand for it, not both")
     if reference is not None and reference not in objectives:

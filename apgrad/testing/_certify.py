@@ -122,17 +122,12 @@ def certify(
     if not all(np.isfinite(limit).all() for limit in jax.tree.leaves(max_variance)):
         raise ValueError(f"certify needs a finite max_variance, which claims something, got {max_variance}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(args[:1]):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"the gradient is with respect to the first argument, and args{jax.tree_util.keystr(path)} has "
-                f"dtype {jnp.result_type(leaf)}: give it in floating point"
-            )
+        dtype, name = jnp.result_type(leaf), f"args{jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {dtype}: give it in floating point, in which it can be differentiated")
     key = jax.random.key(0, impl="threefry2x32") if key is None else key
     if "rbg" in str(jax.random.key_impl(key)):
-        raise ValueError(
-            'certify compares an estimate with itself under jax.vmap, where keys of "rbg" draw other numbers by '
-            'design: give jax.random.key(0, impl="threefry2x32")'
-        )
+        raise ValueError('keys of "rbg" draw other numbers under vmap: give jax.random.key(0, impl="threefry2x32")')
     gradient = _exactly(jax.grad(truth), args) if callable(truth) else truth
     samples = draw(lambda key: estimate(key, *args), key, num_samples, batch_size)
     checks = [*_unbiased("bias", samples, gradient, resolution)]
@@ -201,10 +196,7 @@ def _variance(samples, claimed) -> Check:
         try:
             return np.broadcast_to(np.asarray(claim, float), (1, *x.shape[1:]))
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                "max_variance is a number for all elements, or a pytree like the gradient, with an array of shape "
-                f"{x.shape[1:]} here; got {claim!r}"
-            ) from error
+            raise ValueError(f"max_variance is a number, or of shape {x.shape[1:]} here; got {claim!r}") from error
 
     limits = jax.tree.map(limit_of, samples, claimed)
     mean, variance, (limit,) = each.mean(axis=0), each.var(axis=0, ddof=1), joined(jax.tree.leaves(limits))
@@ -253,11 +245,8 @@ def _same(name: str, function, expected, *, rtol: float, usual: float) -> Check:
 
 
 def _keys(estimate, args, key, key_reuse: bool, samples, exact: bool) -> Check:
-    first, again = (jax.tree.map(np.asarray, estimate(key, *args)) for _ in range(2))
-    equal = all(
-        np.array_equal(a, b, equal_nan=True) for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True)
-    )
-    if not equal:
+    first, again = (jax.tree.leaves(jax.tree.map(np.asarray, estimate(key, *args))) for _ in range(2))
+    if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, again, strict=True)):
         return Check("keys", False, "two calls with one key differ: the estimate has a hidden state")
     if all(np.array_equal(x, np.broadcast_to(x[:1], x.shape), equal_nan=True) for x in jax.tree.leaves(samples)):
         words = "the same for every key" + ("" if exact else _NOTHING_RANDOM)

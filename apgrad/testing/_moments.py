@@ -78,12 +78,7 @@ def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: i
 
 
 def assert_unbiased(
-    estimate_fn: Callable[[jax.Array], Any],
-    truth: Any,
-    key: jax.Array,
-    num_samples: int,
-    *,
-    batch_size: int = 100,
+    estimate_fn: Callable[[jax.Array], Any], truth: Any, key: jax.Array, num_samples: int, *, batch_size: int = 100
 ) -> float:
     """Asserts that the mean of many estimates is the truth, as far as chance explains the difference.
 

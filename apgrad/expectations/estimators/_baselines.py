@@ -55,16 +55,10 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
 
 def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
     if is_standardized(baseline) and not biased:
-        raise ValueError(
-            f"{name}: the standardized baseline is biased and goes with likelihood_ratio() in ap.stochastic and "
-            "ap.sample alone"
-        )
+        raise ValueError(f"{name}: the standardized baseline is biased: use it in likelihood_ratio() of ap.stochastic")
     named = isinstance(baseline, str) and baseline in ("leave_one_out", "standardized")
     if not (named or baseline is None or callable(baseline) or isinstance(baseline, LearnedBaseline)):
-        raise ValueError(
-            f"{name}: baseline must be 'leave_one_out', None, a function of the node's inputs or "
-            f"ap.learned_baseline(function), got {baseline!r}"
-        )
+        raise ValueError(f"{name}: baseline must be 'leave_one_out', None, a function or learned, got {baseline!r}")
 
 
 def is_standardized(baseline: object) -> bool:

@@ -66,10 +66,7 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
             logits = jax.nn.log_softmax(one.logits)
             return Choices(jnp.broadcast_to(logits, (*shape, logits.shape[-1])), True)
     wanted = " or ".join(["Bernoulli"] * bernoulli + ["categorical"] * categorical)
-    raise TypeError(
-        f"{what} takes {wanted} choices, got {type(one).__name__}. Use likelihood_ratio() for it, or in ap.choose "
-        "rloo(), or enumeration() where the outcomes are few."
-    )
+    raise TypeError(f"{what} takes {wanted} choices, got {type(one).__name__}. Use likelihood_ratio() or rloo().")
 
 
 def within_floats(logits: jax.Array) -> jax.Array:
@@ -132,9 +129,6 @@ def _support(what, distribution):
             return lax.stop_gradient(one.enumerate_support(expand=False)).reshape(-1)
     except (NotImplementedError, jax.errors.ConcretizationTypeError) as error:
         traced = isinstance(error, jax.errors.ConcretizationTypeError)
-        why = "how many there are depends on a traced array (give counts and bounds as Python integers)"
+        why = "their number depends on a traced array (give counts and bounds as Python integers)"
         why = why if traced else str(error).splitlines()[0].rstrip(".")
-        raise TypeError(
-            f"{what} sums over all outcomes, and those of {type(one).__name__} cannot be enumerated: {why}. Use rloo() "
-            "or likelihood_ratio() for it."
-        ) from error
+        raise TypeError(f"{what}: outcomes of {type(one).__name__} cannot be enumerated: {why}. Use rloo().") from error

@@ -237,10 +237,8 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
     def one_fold(features, suffix):
         weights = weighting.rule(features, suffix)
         if jnp.shape(weights) != features.shape[:1]:
-            raise ValueError(
-                f"{what}: a weight rule must return one weight for each of the {len(features)} estimators, got "
-                f"shape {jnp.shape(weights)}"
-            )
+            number, shape = len(features), jnp.shape(weights)
+            raise ValueError(f"{what}: a rule gives one weight for each of the {number} estimators, got shape {shape}")
         return weights
 
     return jax.vmap(one_fold)(features, suffix)

@@ -121,8 +121,7 @@ def draw_batch_by_mixer(
             raise ValueError(
                 f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, and none "
                 f"has the lanes ({lanes}) as leading axis for sure; got shapes {shapes} for a sample of shape {shape}. "
-                "Broadcast a parameter to all axes of the sample, or use ap.stochastic, whose target is the shared "
-                "arguments."
+                "Broadcast a parameter to all axes of the sample, or use ap.stochastic."
             )
         return (x, zeros), (pull, Static(led))
 
@@ -219,9 +218,7 @@ def _require_mixer(mixer, what, tape, *, by_coordinates):
         elif mixer.weights != decoupled():
             trouble = "this mixer has a rule of its own, which would not be asked: leave weights= out, or use ap.grad"
         if trouble:
-            raise ValueError(
-                f"{what}: ap.adaptive gives weights of least variance to a node's two estimators, and {trouble}"
-            )
+            raise ValueError(f"{what}: ap.adaptive gives weights of least variance to two estimators, and {trouble}")
     if mixer.target not in ("arguments", "parameters"):
         raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
     if tape.lanes < 2:

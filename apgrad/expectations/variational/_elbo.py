@@ -90,10 +90,7 @@ def elbo(
     estimators = dict(estimators or {})
     for name, estimator in [*estimators.items(), ("default", default)]:
         if not (isinstance(estimator, Estimator) or (name == "default" and estimator is None)):
-            raise TypeError(
-                f"variational.elbo: {name} needs an estimator with a pathwise derivative or a score, such as "
-                f"ap.likelihood_ratio(), {_unfit(estimator)}"
-            )
+            raise TypeError(f"variational.elbo: {name} takes estimators as ap.likelihood_ratio(), {_unfit(estimator)}")
         if estimator is not None:
             baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
     return _ELBO(estimators, whole("the lanes of variational.elbo", lanes), default, sticking_the_landing)
@@ -133,10 +130,8 @@ class _ELBO(numpyro.infer.ELBO):
         return jnp.mean(total - free)
 
     def _check(self, sites: dict[str, Any]) -> None:
-        if unknown := set(self.estimators) - set(sites):
-            raise ValueError(
-                f"variational.elbo: the guide has no site {sorted(unknown)}; its sites are {sorted(sites)}"
-            )
+        if absent := set(self.estimators) - set(sites):
+            raise ValueError(f"variational.elbo: the guide has no site {sorted(absent)}; its sites are {sorted(sites)}")
         for name, site in sites.items():
             if self.num_particles == 1 and _leaves_one_out(site):
                 raise ValueError(
@@ -276,9 +271,8 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
         draw = _Draw(handlers.seed(batched, guide_key), elbo, given)
         guide_trace = handlers.trace(draw).get_trace(*args, **kwargs)
         replayed = handlers.replay(handlers.substitute(model, data=params), guide_trace)
-        model_trace = handlers.trace(handlers.seed(_OneMinibatch(replayed, shared_key), model_key)).get_trace(
-            *args, **kwargs
-        )
+        seeded = handlers.seed(_OneMinibatch(replayed, shared_key), model_key)
+        model_trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         costs, free = {}, jnp.zeros(())
         for sign, prefix, found in ((1.0, "guide ", guide_trace), (-1.0, "model ", model_trace)):
             for name, site in found.items():
@@ -286,15 +280,10 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                     continue
                 drawn = draw.sites.get(name)
                 if drawn is None and not (site["is_observed"] or name in draw.substituted):
-                    if prefix == "model ":
-                        raise ValueError(
-                            f"variational.elbo: the model's latent site {name} is not in the guide. Sample it there, "
-                            "or fix its value with numpyro.handlers.condition."
-                        )
-                    raise ValueError(
-                        f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
-                        "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
-                    )
+                    why = "is not in the guide: sample it there, or fix it with numpyro.handlers.condition"
+                    if prefix == "guide ":
+                        why = "was drawn in a scan or cond of NumPyro: write the loop out, or use ap.expectation"
+                    raise ValueError(f"variational.elbo: the {prefix}latent site {name} {why}")
                 log_prob = _scaled(site, distributions.log_prob(site["fn"], site["value"]))
                 fixed = not isinstance(base(site["fn"]), numpyro.distributions.Delta)
                 if prefix == "guide " and drawn is not None and (drawn.zero is not None or (elbo.sticking and fixed)):
