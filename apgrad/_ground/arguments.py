@@ -87,8 +87,7 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     for n in given:
         if not -count <= n < count:
             raise ValueError(
-                f"argnums has {n}, but the function is called with {count} positional arguments. Keyword arguments "
-                "are not counted: give by position what argnums name."
+                f"argnums has {n}, but it is called with {count} positional arguments; keywords do not count"
             )
     numbers = tuple(n % count for n in given)
     if len(set(numbers)) < len(numbers):
@@ -100,15 +99,11 @@ def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         is_array = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
         if not (is_array and jnp.issubdtype(jnp.result_type(leaf), kind)):
-            found = (
-                f"has dtype {jnp.result_type(leaf)}" if is_array else f"is no array but of type {type(leaf).__name__}"
-            )
+            found = f"has dtype {jnp.result_type(leaf)}" if is_array else f"is no array but a {type(leaf).__name__}"
             raise TypeError(
                 f"{what}{jax.tree_util.keystr(path)} {found}, {reason}. Leave the argument out of argnums, or "
-                "differentiate its parameters alone, and let the function put the rest beside them: `graph, params, "
-                "rest = nnx.split(module, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)` with Flax "
-                "NNX, whose random keys and counts are no parameters; `eqx.partition(module, eqx.is_inexact_array)` "
-                "with Equinox."
+                "differentiate its parameters alone: `graph, params, rest = nnx.split(module, nnx.Param, ...)`, and in "
+                "the function `nnx.merge(graph, params, rest, copy=True)`; with Equinox `eqx.partition`."
             )
 
 

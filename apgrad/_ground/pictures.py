@@ -4,12 +4,10 @@ import sys
 from typing import Any
 
 
-def new_figure(size: tuple[float, float], instead: str = "") -> Any:
+def new_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            f'this figure wants matplotlib: pip install matplotlib, or the extra "meta". {instead}'.strip()
-        ) from error
+        raise ImportError('this figure wants matplotlib: pip install matplotlib, or the extra "meta"') from error
     pyplot = sys.modules.get("matplotlib.pyplot")
     return (Figure if pyplot is None else pyplot.figure)(figsize=size, layout="constrained")

@@ -126,9 +126,7 @@ ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
 _mark_p = _elementwise("mark", lambda x, **_: x, _mark_jvp)
 _refuse_message_p = _elementwise("refuse_message", _same, _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
-_refused_message_p = _elementwise(
-    "refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _refused_message_jvp
-)
+_refused_message_p = _elementwise("refused_message", lambda x, **_: jnp.full_like(x, jnp.nan), _refused_message_jvp)
 ad.primitive_transposes[_refused_message_p] = _refused_message_transpose
 _refuse_batching_p = _elementwise("refuse_batching", _same, _refuse_jvp)
 # JAX calls the rules in this table even where no operand is mapped.

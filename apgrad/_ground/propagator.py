@@ -232,10 +232,7 @@ def combine(*propagators: Propagator) -> Propagator:
             if not isinstance(memory, dict):
                 raise TypeError(f"combine needs memories that are dicts, got {describe(memory)}")
             if both := sorted(shared.keys() & memory.keys(), key=str):
-                raise ValueError(
-                    f"two combined propagators write the same memory key {both[0]!r}. Rename one, or use "
-                    "chain, which gives each propagator a memory of its own."
-                )
+                raise ValueError(f"two propagators write the same memory key {both[0]!r}: rename one, or use chain")
             shared |= memory
         return output, (shared, forms)
 
@@ -292,10 +289,7 @@ def skip(propagator: Propagator) -> Propagator:
         output, _ = _pair(propagator.forward(value))
         given, got = (jax.tree.map(jnp.shape, tree) for tree in (value, output))
         if given != got:
-            raise ValueError(
-                f"skip passes the message over the node, so input and output must have the same shapes; "
-                f"got input {given} and output {got}"
-            )
+            raise ValueError(f"skip passes messages over: input {given} and output {got} must have the same shapes")
         return jax.tree.map(_for_messages, value, output), None
 
     return Propagator(forward, lambda _, message: (message,))
@@ -330,9 +324,7 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
     if not callable(function):
         raise TypeError(f"backpropagation takes a function, got {describe(function)}")
     function = pure.unchanged("ap.backpropagation", function)
-    return Propagator(
-        forward=lambda *inputs: jax.vjp(function, *inputs), backward=lambda pullback, message: pullback(message)
-    )
+    return Propagator(lambda *inputs: jax.vjp(function, *inputs), lambda pullback, message: pullback(message))
 
 
 def first_order(propagator: Propagator, reason: str) -> Propagator:
@@ -363,17 +355,12 @@ def _require_propagators(name: str, propagators: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} needs at least one propagator, got none")
     for propagator in propagators:
         if not isinstance(propagator, Propagator):
-            raise TypeError(
-                f"{name} takes propagators, got {describe(propagator)}. Wrap a function f as ap.backpropagation(f)."
-            )
+            raise TypeError(f"{name} takes propagators, got {describe(propagator)}: wrap f as ap.backpropagation(f)")
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            "a propagator's forward must return the pair (output, memory), got "
-            f"{describe(result)}. Return (output, None) if nothing is to be remembered."
-        )
+        raise TypeError(f"a propagator's forward must return the pair (output, memory or None), got {describe(result)}")
     return result
 
 

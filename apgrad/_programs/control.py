@@ -268,10 +268,7 @@ def _explicit(mesh: Any) -> str:
 
 def require_auto(doing: str) -> None:
     if explicit := _explicit(jax.sharding.get_abstract_mesh()):
-        raise NotImplementedError(
-            f"{doing} needs a mesh with axes that the compiler shards, {explicit}, or wrap the function that calls it "
-            "by jax.sharding.auto_axes."
-        )
+        raise NotImplementedError(f"{doing}: {explicit}; or wrap the function that calls it by jax.sharding.auto_axes")
 
 
 def require_unchecked(what_is_done: str, tree: Any) -> None:

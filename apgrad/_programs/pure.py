@@ -54,9 +54,7 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _CHANGES = (
-    " is given a function that changes its arguments in place (as a module with dropout or batch normalization changes "
-    "itself), and calls it with copies, so that the changes would be lost. Return what changes: with Flax NNX, pass "
-    "what nnx.split gives, call nnx.merge(graph, params, state, copy=True) inside the function, and return nnx.state "
-    "of the rest beside the output, or take it from a plain call. Without copy=True the merged model writes to the "
-    "arguments, too."
+    " is given a function that changes its arguments in place, as a module with dropout or batch normalization changes "
+    "itself, and the changes would be lost. With Flax NNX, pass what nnx.split gives, and in the function call "
+    "nnx.merge(graph, params, state, copy=True) and return nnx.state of the rest beside the output."
 )

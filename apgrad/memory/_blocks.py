@@ -17,9 +17,7 @@ from apgrad.memory._passes import REASON, inexact, remembering
 from apgrad.memory._samplers import Sampler, restored
 
 
-def packed_block(
-    program: jaxprs.Program, inner: Callable[..., Any], samplers: Sequence[Sampler | None]
-) -> Callable[..., list[Any]]:
+def packed_block(program: jaxprs.Program, inner: Any, samplers: Sequence[Sampler | None]) -> Callable[..., list[Any]]:
     """`(key, *inputs) -> outputs`, a node around the program; its backward pass is the derivative of `inner`."""
     count = len(samplers)
 
@@ -28,10 +26,8 @@ def packed_block(
 
     def forward(key, inputs, chosen):
         outputs, keys = plain(*inputs), hashed(key, jnp.arange(count))
-        packed = [
-            x if s is None else s.keep(k, refuse_derivative(x, REASON))
-            for k, s, x in zip(keys, samplers, inputs, strict=True)
-        ]
+        keep = lambda k, s, x: x if s is None else s.keep(k, refuse_derivative(x, REASON))
+        packed = [keep(*one) for one in zip(keys, samplers, inputs, strict=True)]
         return outputs, packed, [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in inputs]
 
     def backward(key, packed, messages, chosen, shapes):

@@ -14,17 +14,12 @@ from typing import Any
 
 import jax
 
-from apgrad.memory._memory_plan import MemoryPlan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, kept_bytes
 
+Found = list[tuple[Coefficient, SlotForm]]
 KEY_BYTES = 8
-LADDER: tuple[Sampler, ...] = (
-    *(rounding(bits=b) for b in (8, 4, 2)),
-    stratified(1 / 16),
-    stratified(1 / 32),
-    stratified(1 / 64),
-)
+LADDER: tuple[Sampler, ...] = (*(rounding(b) for b in (8, 4, 2)), *(stratified(1 / n) for n in (16, 32, 64)))
 
 
 def relative_variance(sampler: Any) -> float:
@@ -34,13 +29,7 @@ def relative_variance(sampler: Any) -> float:
     return 1 / sampler.fraction - 1
 
 
-def remembered_bytes(made: MemoryPlan) -> int:
-    return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
-
-
-def allocate(
-    found: list[tuple[Coefficient, SlotForm]], budget_bytes: float, limit: float = math.inf
-) -> tuple[Any, float, bool]:
+def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tuple[Any, float, bool]:
     """`(samplers that keep to a budget as far as coefficients tell, their bytes, whether no smaller ones are left)`."""
     total, steps = 0.0, []
     for coefficient, how in found:
@@ -81,7 +70,7 @@ def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, An
     return hull
 
 
-def added_variance(found: list[tuple[Coefficient, SlotForm]], choose: Any) -> float:
+def added_variance(found: Found, choose: Any) -> float:
     sampled = [(c, choose(c)) for c, how in found if how == "sampled"]
     entries = sum(c.nbytes * c.count for c, _ in sampled)
     return sum(c.nbytes * c.count * relative_variance(s) for c, s in sampled if s is not None) / max(entries, 1)

@@ -65,10 +65,8 @@ def make_plan(
     if rules and OTHER in linearity(back, [CONSTANT] * len(leaves) + [LINEAR] * len(messages)):
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
-            "backward pass is not linear in the message, or cannot be seen to be: the mean of what it makes of random "
-            "messages is not what it makes of their mean. Total propagation, MPLP and propagators that clip or replace "
-            "messages are of this kind, and solvers that choose their steps by the message (odeint). Put ap.randomize "
-            "around the parts of the function without it."
+            "backward pass is not linear in the message, or cannot be seen to be, as those of total propagation, MPLP, "
+            "clipping and adaptive solvers (odeint) are not: it would be biased. Put ap.randomize around other parts."
         )
     graph = PullbackGraph(back, len(leaves))
     for eqn in graph.backward:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad.memory._rounding import GROUP, as_rows, from_rows, uniform, wide
+from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, uniform, wide
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -21,15 +21,13 @@ _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 class Narrow:
     dtype: str
 
-    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
         entries, step, shift, bad = self._scaled(x)
         rounded = jnp.floor(entries / step + uniform(key, entries.shape, entries.dtype)) * step
         rounded = jnp.where(bad, jnp.nan, rounded)
         return rounded.astype(self.dtype), shift.astype(jnp.int16)
 
-    def restore(
-        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
-    ) -> jax.Array:
+    def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         entries, shift = memory[0].astype(wide(like.dtype)), memory[1].astype(jnp.int32)
         limit = float(jnp.finfo(like.dtype).max)
         # A NaN stays one. In two steps, as the divisor alone may be no number of the type.

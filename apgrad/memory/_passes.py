@@ -23,15 +23,14 @@ from apgrad.memory._rounding import Rounding
 from apgrad.memory._samplers import Sampler, restored
 from apgrad.memory._slots import CoefficientUse, Slot
 
+Function = Callable[..., Any]
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
     "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
 )
 
 
-def remembering(
-    count: int, plain: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
-) -> Callable[..., list[Any]]:
+def remembering(count: int, plain: Function, forward: Function, backward: Function) -> Callable[..., list[Any]]:
     """`(key, *inputs) -> outputs`, a node of a key and `count` inputs; `plain(*inputs)` where none is differentiated.
 
     Else `forward(key, inputs, chosen)` gives outputs, memory, and what `backward` has from this trace. The inputs with
@@ -138,9 +137,8 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * coefficients[1].astype(out[0].aval.dtype)]
         else:
-            arguments = [
-                v.val if isinstance(v, Literal) else coefficients.get(i, present.get(i)) for i, v in enumerate(inputs)
-            ]
+            given = present | coefficients
+            arguments = [v.val if isinstance(v, Literal) else given[i] for i, v in enumerate(inputs)]
             found = jaxprs.caller(step.eqn)(*arguments)
         if axis:
             (slot,) = (use.slots[0] for use in step.uses.values())
@@ -203,9 +201,7 @@ def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
-def _restored(
-    sampler: Sampler, shape: tuple[int, ...], dtype: Any, key: jax.Array, memory: Any, axis: int = -1
-) -> jax.Array:
+def _restored(sampler: Sampler, shape: Any, dtype: Any, key: jax.Array, memory: Any, axis: int = -1) -> jax.Array:
     return restored(sampler, key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 

@@ -8,7 +8,7 @@ own derivative rule is used, and its coefficients are remembered like any others
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,13 @@ from apgrad._ground.arguments import number
 from apgrad._ground.keys import hashed, require_key
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
+from apgrad._programs.jaxprs import Program
 from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
-from apgrad.memory._budget import allocate, remembered_bytes
+from apgrad.memory._budget import KEY_BYTES, allocate
 from apgrad.memory._memory_plan import MemoryPlan, make_plan
 from apgrad.memory._packing import Narrow, Packing
-from apgrad.memory._passes import inexact, remember, remembering, send
+from apgrad.memory._passes import Function, inexact, remember, remembering, send
 from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, array_bytes, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
@@ -94,9 +95,7 @@ def randomize(
     if (sampler is None) == (budget_bytes is None):
         raise ValueError("randomize takes either a sampler or budget_bytes, got " + ("both" if sampler else "neither"))
     if budget_bytes is not None and through is not _THROUGH:
-        raise ValueError(
-            f"a budget chooses every sampler: got through={through!r} beside budget_bytes={budget_bytes}, leave out one"
-        )
+        raise ValueError(f"leave out one: a budget chooses, got through={through!r} beside budget_bytes={budget_bytes}")
     require_sampler("sampler", None if _chooses(sampler) else sampler)
     require_sampler("through", through)
     require_sampler("boundaries", None if _chooses(boundaries) else boundaries)
@@ -106,14 +105,12 @@ def randomize(
     def walk(*stretch: Any) -> Callable[..., Any]:
         sizes: dict[bool, int] = {}
         of_blocks: dict[bool, int] = {}
-        made = StretchWalk(
-            _chooser(sampler, through, min_size, sizes),
-            boundaries and _chooser(boundaries, boundaries, min_size, of_blocks),
-        )
+        at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, of_blocks)
+        made = StretchWalk(_chooser(sampler, through, min_size, sizes), at_boundary)
 
         def make(*stretch):
             if budget_bytes is not None:
-                plan = _within(budget_bytes, min_size, made.at_boundary, *stretch)
+                plan = _within(budget_bytes, min_size, at_boundary, *stretch)
             else:
                 plan = made.make(*stretch)
             if budget_bytes is None and {*sizes, *of_blocks} == {True}:
@@ -139,7 +136,7 @@ def _chooses(given: Any) -> bool:
     return callable(given) and not isinstance(given, type) and given not in FACTORIES
 
 
-def walked(function: Callable[..., Any], walk: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+def walked(function: Function, walk: Callable[..., Function]) -> Function:
     """`(key, *args, **kwargs) -> outputs`: the function as `walk(program, live, where, count)` evaluates it."""
 
     def randomized(key, *args, **kwargs):
@@ -169,6 +166,13 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
     return listed(recorded(function, args, range(len(args)), min_size))
 
 
+def arrays_in(args: Any, numbers: Collection[int]) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
+    """The arrays in arguments, which are inexact and in arguments with these numbers, and what puts arrays back."""
+    leaves, put = jaxprs.arrays_of(args)
+    owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
+    return leaves, tuple(i for i, x in enumerate(leaves) if owners[i] in numbers and jaxprs.is_inexact(x)), put
+
+
 Recorded = list[tuple[str, MemoryPlan]]
 
 
@@ -177,9 +181,7 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
 
     It is differentiated with respect to the floating-point arrays in the arguments with these numbers.
     """
-    leaves, put = jaxprs.arrays_of(args)
-    owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
-    chosen = tuple(i for i, x in enumerate(leaves) if owners[i] in numbers and jaxprs.is_inexact(x))
+    leaves, chosen, put = arrays_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
     return _recorded(min_size, program, flags, chosen, "", 1, jax.random.key(0))
@@ -212,7 +214,7 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
     while True:
         choose, estimate, smallest = allocate(found, target)
         made = StretchWalk(choose, at_boundary).make(*stretch)
-        used = remembered_bytes(made)
+        used = KEY_BYTES + sum(slot.nbytes for slot in made.slots)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
             best, higher = made, budget + estimate - used
@@ -264,9 +266,7 @@ class StretchWalk:
         self.choose, self.at_boundary, self.stays = choose, at_boundary, stays or {}
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
 
-    def stretch(
-        self, program: jaxprs.Program, live: Sequence[bool], where: str, count: int, make: Any = None
-    ) -> Callable[..., Any]:
+    def stretch(self, program: Program, live: Sequence[bool], where: str, count: int, make: Any = None) -> Function:
         """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.make` or another function."""
         flags = [*live, *(True for _ in program.consts)]
 
@@ -283,14 +283,14 @@ class StretchWalk:
         call = remembering(len(flags), plain, forward, backward)
         return lambda key, *inputs: call(key, *inputs, *program.consts)
 
-    def plan(self, make: Callable[..., MemoryPlan], program: jaxprs.Program, *rest: Any) -> MemoryPlan:
+    def plan(self, make: Callable[..., MemoryPlan], program: Program, *rest: Any) -> MemoryPlan:
         index = id(program.jaxpr), *map(tuple, rest[:2]), rest[2]
         if index not in self.plans:
             self.plans[index] = program, make(program, *rest)  # the program stays alive, and its id its own
         return self.plans[index][1]
 
     def make(
-        self, program: jaxprs.Program, flags: Sequence[bool], chosen: Sequence[int], where: str, count: int, key: Any
+        self, program: Program, flags: Sequence[bool], chosen: Sequence[int], where: str, count: int, key: Any
     ) -> MemoryPlan:
         """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
 
@@ -307,9 +307,8 @@ class StretchWalk:
         avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]  # of the key the dtype alone matters
         ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
-        return make_plan(
-            linearize, inputs, [True, *flags], ends, self.choose, where, count, rules, self.stays.get(where)
-        )
+        stays = self.stays.get(where)
+        return make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules, stays)
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
         """How an equation is evaluated, of pairs `(value, whether somebody else keeps it)`."""
@@ -324,7 +323,7 @@ class StretchWalk:
                 return [(v, view) for v in jaxprs.caller(eqn)(*values)]
             if inside.kind == "call":
                 jaxpr, consts = inside.jaxprs[0]
-                return jaxprs.evaluate(jaxprs.Program(jaxpr, tuple((c, True) for c in consts)), pairs, apply, _other)
+                return jaxprs.evaluate(Program(jaxpr, tuple((c, True) for c in consts)), pairs, apply, _other)
             if inside.kind in ("custom", "while") or not any(jaxprs.inexact_outputs(eqn)):
                 return map(_other, jaxprs.caller(eqn)(*values))
             label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
@@ -364,12 +363,12 @@ class StretchWalk:
         return packed_block(inside.jaxprs[0], inner, samplers)(key, *values)
 
 
-def _evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
+def _evaluated(program: Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
     size = len(program.jaxpr.invars)
-    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], *how)
+    return jaxprs.evaluate(Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], *how)
 
 
-def _own_rules(program: jaxprs.Program, where: str) -> list[str]:
+def _own_rules(program: Program, where: str) -> list[str]:
     found = []
     for eqn in program.jaxpr.eqns:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))

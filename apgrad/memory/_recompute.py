@@ -45,6 +45,10 @@ class Kept(NamedTuple):
     def nbytes(self) -> float:
         return self.kept + self.transient
 
+    def beside(self, other: "Kept") -> "Kept":
+        sums = self.kept + other.kept, max(self.transient, other.transient), self.work + other.work
+        return Kept(*sums, {**self.stays, **other.stays}, self.forward + other.forward)
+
 
 def work(eqn: Any) -> float:
     size = sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
@@ -63,17 +67,7 @@ def choices(plans: Sequence[tuple[str, MemoryPlan]]) -> list[Kept]:
     for where, plan in dict(plans).items():
         mine = _Stretch(where, plan).choices() if plan.slots and plan.slots[0].coefficient.count else []
         if mine:
-            both = [
-                Kept(
-                    a.kept + b.kept,
-                    max(a.transient, b.transient),
-                    a.work + b.work,
-                    {**a.stays, **b.stays},
-                    a.forward + b.forward,
-                )
-                for a, b in itertools.product(found, mine)
-            ]
-            found = _undominated(both)
+            found = _undominated([a.beside(b) for a, b in itertools.product(found, mine)])
     return found
 
 

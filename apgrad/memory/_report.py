@@ -23,7 +23,7 @@ from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import LINEAR_IN_EACH, SAME_VALUE
 from apgrad.memory._budget import relative_variance
-from apgrad.memory._randomize import randomize
+from apgrad.memory._randomize import arrays_in, randomize
 from apgrad.memory._recompute import work as work_of
 from apgrad.memory._samplers import array_bytes, nbytes, rounding, stratified
 from apgrad.memory._slots import is_view
@@ -207,7 +207,7 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
       >>> [(r.shape, r.nbytes) for r in ap.memory.residuals(lambda x: jnp.sum(jnp.sin(x) * 2), jnp.ones((3, 5)))]
       [((3, 5), 60)]
     """
-    flat, inexact, put = _arguments(args)
+    flat, inexact, put = _shapes_in(args)
 
     def linearize(*values):
         with_messages = lambda *values: [x for x in jax.tree.leaves(function(*put(*values))) if jaxprs.is_inexact(x)]
@@ -370,7 +370,7 @@ def memory_report(
         for bits in (4, 2):
             functions[f"rounding, {bits} bits"] = randomize(function, rounding(bits=bits)), (key, *args)
     functions |= {name: (f, args) for name, f in (variants or {}).items()}
-    flat, _, put = _arguments(args)
+    flat, _, put = _shapes_in(args)
     if idle := _idle_policies(jaxprs.trace(lambda *values: function(*put(*values)), *flat)[0]):
         warn(
             f"the policy of a checkpointed block keeps nothing there ({'; '.join(idle)}): do its names stand in "
@@ -422,7 +422,7 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
     Raises:
       TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
     """
-    flat, inexact, put = _arguments(args, argnums)
+    flat, inexact, put = _shapes_in(args, argnums)
     if not inexact:
         leaves = jax.tree.leaves(args if argnums is None else [args[i] for i in chosen_numbers(argnums, len(args))])
         found = ", ".join(dict.fromkeys(str(getattr(x, "dtype", type(x).__name__)) for x in leaves)) or "none"
@@ -447,10 +447,6 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
     return int(analysis.temp_size_in_bytes) if analysis is not None else -1
 
 
-def _arguments(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
-    """The shapes of the arrays in arguments, the numbers of the inexact ones, and what puts arrays in their places."""
-    flat, put = jaxprs.arrays_of(args)
-    chosen = range(len(args)) if argnums is None else chosen_numbers(argnums, len(args))
-    owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
-    inexact = tuple(i for i, x in enumerate(flat) if owners[i] in chosen and jaxprs.is_inexact(x))
+def _shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
+    flat, inexact, put = arrays_in(args, range(len(args)) if argnums is None else chosen_numbers(argnums, len(args)))
     return list(jax.eval_shape(lambda *arrays: arrays, *flat)), inexact, put

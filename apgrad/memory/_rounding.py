@@ -19,6 +19,7 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.keys import hashed
 
 GROUP = 128
+Memory = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Rounding:
     bits: int
     group: int
 
-    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
         """The codes, packed into bytes, and a word for the grid of each group."""
         if self.bits == 32:
             return (x,)
@@ -36,9 +37,7 @@ class Rounding:
         codes = jnp.where(bad, most, jnp.minimum(rounded, most - spoilt.astype(jnp.int32))).astype(jnp.uint8)
         return packed(codes, self.bits), word[:, 0]
 
-    def restore(
-        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
-    ) -> jax.Array:
+    def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """Offset plus code times scale; the last point of the grid is cut to what is finite."""
         if self.bits == 32:
             return memory[0]

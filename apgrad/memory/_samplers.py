@@ -27,7 +27,7 @@ import numpy as np
 
 from apgrad._ground.arguments import meets
 from apgrad.memory._packing import narrow as narrow, packing as packing
-from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, wide
+from apgrad.memory._rounding import Memory, Rounding as Rounding, rounding as rounding, wide
 
 
 @runtime_checkable
@@ -75,9 +75,7 @@ def require_sampler(what: str, sampler: Any) -> Any:
     if isinstance(sampler, type) or sampler in FACTORIES:
         raise TypeError(f"{what} is {sampler.__name__} itself: call it, as in ap.memory.rounding(bits=4)")
     if sampler is not None and not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"{what} has keep, restore and variance, or is None, or is a function that chooses one; got {sampler!r}"
-        )
+        raise TypeError(f"{what} has keep, restore and variance, or is None, or chooses such ones; got {sampler!r}")
     try:
         hash(sampler)
     except TypeError as error:
@@ -191,7 +189,7 @@ class Projection:
     fraction: float
     shared = True
 
-    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
         """X R sqrt(k/d), (..., k, ...), of the size of X, so that float16 has room for it; and what is not finite.
 
         Zeros stand for that in the product; where it is, by rows and by columns, follows as bits.
@@ -201,9 +199,7 @@ class Projection:
         columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
         return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
-    def restore(
-        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
-    ) -> jax.Array:
+    def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """(x R) R^T, and NaN where a row and a column meet that have an entry that is not finite.
 
         Without the rows, as of a sum over rows, it is NaN in the columns.
@@ -232,7 +228,7 @@ class Projection:
 class Heavy:
     fraction: float
 
-    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
         """The kept values (..., k, ...) and the places of the largest, (examples, winners)."""
         rows = _rows(x, axis)
         order = _largest(rows, self._counts(rows.shape[1])[0])
@@ -241,9 +237,7 @@ class Heavy:
         small = np.min_scalar_type(rows.shape[1] - 1)
         return values.reshape(_with(x.shape, axis, index.shape[1])), order.astype(small)
 
-    def restore(
-        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
-    ) -> jax.Array:
+    def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         values, order = memory
         rows = jax.eval_shape(lambda x: _rows(x, axis), like).shape
         order = order.astype(jnp.int32)

@@ -47,10 +47,8 @@ class Influence:
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """The shares by parameter and component, means over leading axes without NaN."""
-        values = mean(self.share)
-        return {
-            p: dict(zip(self.components, values[:, j].tolist(), strict=True)) for j, p in enumerate(self.parameters)
-        }
+        columns = mean(self.share).T.tolist()
+        return {p: dict(zip(self.components, x, strict=True)) for p, x in zip(self.parameters, columns, strict=True)}
 
     def __str__(self) -> str:
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
@@ -106,11 +104,7 @@ def mean(shares: Any) -> np.ndarray:
 
 
 def influence(
-    f: Callable[..., Any],
-    kind: PathKind = "viterbi",
-    *,
-    depth: int | None = None,
-    argnums: int | Sequence[int] = 0,
+    f: Callable[..., Any], kind: PathKind = "viterbi", *, depth: int | None = None, argnums: int | Sequence[int] = 0
 ) -> Callable[..., Influence]:
     """A function of f's arguments that returns how much of each parameter is taught through each component.
 

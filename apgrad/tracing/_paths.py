@@ -142,9 +142,7 @@ class Reader:
         self.weights = slice(None) if compared is None else slice(compared, compared + 1)
         self._made: dict[Any, Any] = {}
 
-    def follow(
-        self, scope: str, program: Any, inputs: Sequence[Any], active: Sequence[bool], messages: Any, at: Element
-    ) -> Way:
+    def follow(self, scope: str, program: Any, inputs: Any, active: Sequence[bool], messages: Any, at: Element) -> Way:
         """The path from an element of an input of a program; `messages` are those at its outputs."""
         jaxpr = program.jaxpr
         given, flags, arrived, sent = self._walk(program, [jnp.asarray(x) for x in inputs], active, messages)

@@ -95,9 +95,7 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
     jaxprs.require_unchecked("paths are followed", (leaves, program.consts))
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
-        raise TypeError(
-            f"paths begin at a loss, so the function must return one floating-point scalar; it returns {shape}"
-        )
+        raise TypeError(f"paths begin at a loss: the function must return one floating-point scalar, not {shape}")
     trees, single = jax.tree.structure(tuple(args[k] for k in numbers)), is_single(argnums)
 
     def tree(values):

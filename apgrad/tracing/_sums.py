@@ -118,9 +118,8 @@ def contract(
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
     if semiring.kind == "add":
         rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
-        return bilinear(
-            semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision)
-        )
+        product = lambda a, b: jnp.einsum(rule, a, b, precision=precision)
+        return bilinear(semiring, semiring.lift(weight), message, product)
     size = (columns, rows) if swapped else (rows, columns)
     if 0 in (batch, count, *size):
         return zeros(semiring, (batch, *size), dtype_of(message))
