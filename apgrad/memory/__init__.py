@@ -8,21 +8,7 @@ from apgrad.memory._max_pool import max_pool as max_pool
 from apgrad.memory._packing import narrow as narrow, packing as packing
 from apgrad.memory._planner import Plan as Plan, plan as plan
 from apgrad.memory._randomize import coefficients as coefficients, randomize as randomize
-from apgrad.memory._report import (
-    MemoryReport as MemoryReport,
-    Residual as Residual,
-    memory_report as memory_report,
-    residuals as residuals,
-    temp_bytes as temp_bytes,
-)
-from apgrad.memory._samplers import (
-    Sampler as Sampler,
-    different_sample as different_sample,
-    heavy as heavy,
-    nbytes as nbytes,
-    projection as projection,
-    rounding as rounding,
-    same_sample as same_sample,
-    stratified as stratified,
-)
+from apgrad.memory._report import *
+from apgrad.memory._rounding import rounding as rounding
+from apgrad.memory._samplers import *
 from apgrad.memory._slots import Coefficient as Coefficient

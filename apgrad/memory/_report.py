@@ -28,6 +28,7 @@ from apgrad.memory._recompute import work as work_of
 from apgrad.memory._samplers import array_bytes, nbytes, rounding, stratified
 from apgrad.memory._slots import is_view
 
+__all__ = ["MemoryReport", "Residual", "memory_report", "residuals", "temp_bytes"]
 _NO_SCOPE = "(no scope; ap.tracing.name_modules names those of a Flax NNX model)"
 _NOTICEABLE = 0.01  # the share of plain reverse mode's bytes from which on more memory is spoken of
 # LLVM's optimizations, which take half of a compilation, come after the buffers have been assigned. XLA dies of a

@@ -29,6 +29,8 @@ from apgrad._ground.arguments import meets
 from apgrad.memory._packing import narrow as narrow, packing as packing
 from apgrad.memory._rounding import Memory, Rounding as Rounding, rounding as rounding, wide
 
+__all__ = ["Sampler", "different_sample", "heavy", "nbytes", "projection", "same_sample", "stratified"]
+
 
 @runtime_checkable
 class Sampler(Protocol):

@@ -5,12 +5,5 @@ from apgrad.tracing._influence import Influence as Influence, every as every, in
 from apgrad.tracing._modules import name_modules as name_modules
 from apgrad.tracing._paths import PathStep as PathStep
 from apgrad.tracing._semiring_grad import semiring_grad as semiring_grad
-from apgrad.tracing._semirings import (
-    Semiring as Semiring,
-    absolute_sum as absolute_sum,
-    entropy as entropy,
-    max_product as max_product,
-    ordinary as ordinary,
-    top_k as top_k,
-)
+from apgrad.tracing._semirings import *
 from apgrad.tracing._trace import Trace as Trace, trace_gradients as trace_gradients

@@ -18,6 +18,7 @@ import numpy as np
 from apgrad._ground.arguments import whole
 from apgrad._ground.messages import describe
 
+__all__ = ["Semiring", "absolute_sum", "entropy", "max_product", "ordinary", "top_k"]
 Value = tuple[Any, ...]
 """One array for each component, all of one shape."""
 
