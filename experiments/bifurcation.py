@@ -28,27 +28,16 @@ CLEAN, NOISY = "#1f3b73", "#d95f02"
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      betas: how many inverse temperatures, from `low` to `high`.
-      low: the lowest.
-      high: the highest.
-      transient: steps before anything is measured.
-      steps: steps measured.
-      noisy_lanes: trajectories of the noisy system, whose spread gives the exponent's standard error.
-      horizon: of the loss.
-      trajectories: inverse temperatures of the trajectories shown.
-    """
-
-    betas: int = 101
-    low: float = 1.0
-    high: float = 3.5
-    transient: int = 1000
-    steps: int = 1000
-    noisy_lanes: int = 32
-    horizon: int = 50
-    trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)
+    betas: int = 101  # how many inverse temperatures, from `low` to `high`.
+    low: float = 1.0  # the lowest.
+    high: float = 3.5  # the highest.
+    transient: int = 1000  # steps before anything is measured.
+    steps: int = 1000  # steps measured.
+    noisy_lanes: int = 32  # trajectories of the noisy system, whose spread gives the exponent's standard error.
+    horizon: int = 50  # of the loss.
+    trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)  # inverse temperatures of the trajectories shown.
 
     def __post_init__(self):
         harness.require_least(self, betas=2, low=0, transient=1, steps=1, noisy_lanes=2, horizon=1, trajectories=0)

@@ -35,15 +35,8 @@ TOP = 1e4  # of the axis of variances
 NEW = "decoupled-CF"
 MIXED = ("TP", NEW)
 BASIC = ("RP", "LR", *MIXED)
-COLOURS = {
-    "RP": "#1f77b4",
-    "LR": "#d95f02",
-    "TP": "#2a8a3e",
-    NEW: "black",
-    "GS-LR": "#e7298a",
-    "GS-TP": "#6a51a3",
-    "GR": "#8c6d1f",
-}
+COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP": "#2a8a3e", NEW: "black"}
+COLOURS |= {"GS-LR": "#e7298a", "GS-TP": "#6a51a3", "GR": "#8c6d1f"}
 HORIZON_COLOURS = ("#9aa5b1", "#e0a100", "#c2255c", "#5f3dc4", "#087f5b", "#364fc7")
 
 

@@ -20,26 +20,16 @@ from typing import Any
 
 from experiments import harness
 
-WHAT = (
-    "lanes",
-    "outer tasks",
-    "batch of a gradient",
-    "batch of a randomized model",
-    "weights of a gradient",
-    "weights of a randomized model",
-)
+MODELS = ("gradient", "randomized model")
+WHAT = ("lanes", "outer tasks", *(f"{what} of a {model}" for what in ("batch", "weights") for model in MODELS))
 STEPS = 20  # of the rollout
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options.
+    """Options."""
 
-    Attributes:
-      devices: numbers of simulated devices.
-    """
-
-    devices: tuple[int, ...] = (1, 8)
+    devices: tuple[int, ...] = (1, 8)  # numbers of simulated devices.
 
 
 PAPER = Config(devices=(1, 8, 64))

@@ -57,19 +57,12 @@ PLAIN = ("RP", "LR", "TP published")  # not cross-fitted
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      lanes: numbers of lanes for an estimate.
-      estimates: repetitions of each estimate, K.
-      reference: lanes of the pendulum's reference.
-      gamma: the error that `alpha_order` may make, in the whole gradient.
-    """
-
-    lanes: tuple[int, ...] = (100, 1000)
-    estimates: int = 100
-    reference: int = 2_000_000
-    gamma: float = 0.2
+    lanes: tuple[int, ...] = (100, 1000)  # numbers of lanes for an estimate.
+    estimates: int = 100  # repetitions of each estimate, K.
+    reference: int = 2_000_000  # lanes of the pendulum's reference.
+    gamma: float = 0.2  # the error that `alpha_order` may make, in the whole gradient.
 
     def __post_init__(self):
         harness.require_least(self, lanes=4, estimates=2, reference=20_000)

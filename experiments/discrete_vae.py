@@ -57,27 +57,17 @@ HIDDEN = 100
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      data: "digits" or "mnist"; the digits stand in for MNIST where it is missing.
-      networks: "linear" and "two-layer".
-      latents: how many.
-      methods: names in METHODS.
-      seeds: how many runs of each.
-      steps: of training.
-      records: how often bound and variance are measured in a run.
-      learning_rate: of Adam.
-    """
-
-    data: str = "digits"
-    networks: tuple[str, ...] = ("linear",)
-    latents: tuple[int, ...] = (20,)
+    data: str = "digits"  # "digits" or "mnist"; the digits stand in for MNIST where it is missing.
+    networks: tuple[str, ...] = ("linear",)  # "linear" and "two-layer".
+    latents: tuple[int, ...] = (20,)  # how many.
+    # names in METHODS.
     methods: tuple[str, ...] = ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "straight-through")
-    seeds: int = 1
-    steps: int = 1_000
-    records: int = 5
-    learning_rate: float = 3e-3
+    seeds: int = 1  # how many runs of each.
+    steps: int = 1_000  # of training.
+    records: int = 5  # how often bound and variance are measured in a run.
+    learning_rate: float = 3e-3  # of Adam.
 
 
 PAPER = Config(

@@ -38,11 +38,8 @@ class Config(chaos.Config):
 
 
 measure = chaos.measure
-PAPER = Config(
-    horizons=(25, 50),
-    betas=(1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.4, 2.5, 2.6, 2.75, 3.0, 3.25, 3.5),
-    estimates=300,
-)
+BETAS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.4, 2.5, 2.6, 2.75, 3.0, 3.25, 3.5)
+PAPER = Config(horizons=(25, 50), betas=BETAS, estimates=300)
 
 
 def cells(config: Config) -> list[harness.Cell]:

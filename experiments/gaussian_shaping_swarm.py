@@ -37,40 +37,24 @@ from experiments import chaos, harness
 from experiments.parts import linear_swarm
 
 COLOURS = {"LR, no baseline": "#f4a582", **{m: c for m, c in chaos.COLOURS.items() if m in linear_swarm.METHODS}}
-GAINS = (
-    ("GS-LR", "LR, no baseline"),
-    ("GS-LR", "LR"),
-    ("GS-TP", "LR, no baseline"),
-    ("GS-TP", "LR"),
-    ("GS-TP", "TP"),
-    ("GS-TP", "RP"),
-    ("GR", "RP"),
-)
+GAINS = tuple(itertools.product(("GS-LR", "GS-TP"), ("LR, no baseline", "LR")))
+GAINS += (("GS-TP", "TP"), ("GS-TP", "RP"), ("GR", "RP"))
 ENDS = ("value_low", "value_high")
 SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      swarms: names in `linear_swarm.SWARMS`.
-      widths: of the cost; infinite for the quadratic cost.
-      horizons: numbers of steps, H, of which the first is that of all but `lanes`'s first.
-      lanes: particles for each estimate, of which the first is that of all other horizons.
-      estimates: repetitions of the gradient estimate, K.
-      reference: estimates by RP with 10,000 lanes, for a gradient that is not known exactly.
-      resamples: of the bootstrap.
-    """
-
-    swarms: tuple[str, ...] = ("broad",)
-    widths: tuple[float, ...] = (linear_swarm.QUADRATIC, 0.3)
-    horizons: tuple[int, ...] = (10,)
+    swarms: tuple[str, ...] = ("broad",)  # names in `linear_swarm.SWARMS`.
+    widths: tuple[float, ...] = (linear_swarm.QUADRATIC, 0.3)  # of the cost; infinite for the quadratic cost.
+    horizons: tuple[int, ...] = (10,)  # numbers of steps, H, of which the first is that of all but `lanes`'s first.
+    # particles for each estimate, of which the first is that of all other horizons.
     lanes: tuple[int, ...] = (1000, 50)
-    estimates: int = 60
-    reference: int = 100
-    resamples: int = 1000
+    estimates: int = 60  # repetitions of the gradient estimate, K.
+    reference: int = 100  # estimates by RP with 10,000 lanes, for a gradient that is not known exactly.
+    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         harness.require_least(self, widths=0, horizons=1, lanes=2, estimates=2, reference=2)

@@ -47,27 +47,16 @@ UNBIASED = (*PAIR, *TP)
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      policies: how many policies are drawn.
-      stages: for how many steps each is trained.
-      units: the width of a policy's hidden layers.
-      horizon: H, the number of steps of an episode.
-      lanes: trajectories for each gradient.
-      estimates: of each gradient.
-      reference: estimates for the truth.
-      past: earlier calls of TP and multilevel.
-    """
-
-    policies: int = 1
-    stages: tuple[int, ...] = (0, 20)
-    units: int = 8
-    horizon: int = 50
-    lanes: int = 100
-    estimates: int = 60
-    reference: int = 240
-    past: int = 50
+    policies: int = 1  # how many policies are drawn.
+    stages: tuple[int, ...] = (0, 20)  # for how many steps each is trained.
+    units: int = 8  # the width of a policy's hidden layers.
+    horizon: int = 50  # H, the number of steps of an episode.
+    lanes: int = 100  # trajectories for each gradient.
+    estimates: int = 60  # of each gradient.
+    reference: int = 240  # estimates for the truth.
+    past: int = 50  # earlier calls of TP and multilevel.
 
 
 PAPER = Config(policies=6, stages=(0, 20, 240), estimates=200, reference=500, past=200)

@@ -39,39 +39,25 @@ RULES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      rules: of RULES.
-      data: names of the images of the family's members.
-      steps: outer steps.
-      images: names and sides of the images that settings are drawn of.
-      settings: how many.
-      horizons: updates.
-      runs: networks and tasks of each setting.
-    """
-
-    rules: tuple[str, ...] = (WHOLE, "gradient alone")
-    data: tuple[str, ...] = ("digits",)
-    steps: int = 20
+    rules: tuple[str, ...] = (WHOLE, "gradient alone")  # of RULES.
+    data: tuple[str, ...] = ("digits",)  # names of the images of the family's members.
+    steps: int = 20  # outer steps.
+    # names and sides of the images that settings are drawn of.
     images: tuple[tuple[str, int | None], ...] = (("digits", None),)
-    settings: int = 2
-    horizons: tuple[int, ...] = (20,)
-    runs: int = 4
+    settings: int = 2  # how many.
+    horizons: tuple[int, ...] = (20,)  # updates.
+    runs: int = 4  # networks and tasks of each setting.
 
     def __post_init__(self):
         harness.require_least(self, runs=2, settings=2, steps=1)
         harness.require_among(self, rules=RULES)
 
 
+IMAGES = mplp_settings.IMAGES[:2]
 PAPER = Config(
-    rules=tuple(RULES),
-    data=("digits", "mnist"),
-    steps=400,
-    images=(("digits", None), ("mnist", 12)),
-    settings=8,
-    horizons=(20, 100),
-    runs=20,
+    rules=tuple(RULES), data=("digits", "mnist"), steps=400, images=IMAGES, settings=8, horizons=(20, 100), runs=20
 )
 
 

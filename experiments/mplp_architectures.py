@@ -37,27 +37,16 @@ TRAINED = {"ConvNet": "convnets", "RNN": "sequences", "GRU": "sequences"}
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      data: name of the images.
-      size: their side.
-      networks: of NETWORKS.
-      horizons: updates.
-      batch: images in a minibatch.
-      draws: of each optimizer's hyperparameters.
-      tuning: tasks that a draw is judged on.
-      runs: networks and tasks of each method.
-    """
-
-    data: str = "digits"
-    size: int | None = None
-    networks: tuple[str, ...] = ("GRU",)
-    horizons: tuple[int, ...] = (20,)
-    batch: int = 16
-    draws: int = 4
-    tuning: int = 1
-    runs: int = 4
+    data: str = "digits"  # name of the images.
+    size: int | None = None  # their side.
+    networks: tuple[str, ...] = ("GRU",)  # of NETWORKS.
+    horizons: tuple[int, ...] = (20,)  # updates.
+    batch: int = 16  # images in a minibatch.
+    draws: int = 4  # of each optimizer's hyperparameters.
+    tuning: int = 1  # tasks that a draw is judged on.
+    runs: int = 4  # networks and tasks of each method.
 
     def __post_init__(self):
         harness.require_least(self, runs=2, draws=1, tuning=1)

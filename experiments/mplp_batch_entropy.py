@@ -48,7 +48,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from apgrad import meta, mplp
+from apgrad import meta
 from experiments import harness
 from experiments.parts import meta_curves
 
@@ -60,53 +60,31 @@ ARMS = {
     "random start, batch entropy": ("random", 2.0),
     "started as gradient descent": ("gradient_descent", 0.0),
 }
-BASELINES = {
-    "Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03)),
-    "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0)),
-}
+BASELINES = {"Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03)), "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0))}
 RECORDED = ("held_out", "entropy", "penalty")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(meta_curves.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      data: of `meta.data.load`.
-      seeds: of each start.
-      batch: examples of an inner step.
-      message_size: k.
-      penalty: "last" multiplies the mean penalty of a segment by its last loss, held constant; "each" the penalty of
-        each step by the step's loss.
-    """
-
-    data: str = "digits"
-    seeds: int = 1
+    data: str = "digits"  # of `meta.data.load`.
+    seeds: int = 1  # of each start.
     steps: int = 300
-    batch: int = 16
+    batch: int = 16  # examples of an inner step.
     learning_rate: float = 0.05
-    message_size: int = 8
+    message_size: int = 8  # k.
     hidden: int = 16
     widths: tuple[int, ...] = (16,)
     tasks: int = 1
     rate: float = 3e-4
+    # "last" multiplies the mean penalty of a segment by its last loss, held constant; "each" the penalty of each step
+    # by the step's loss.
     penalty: Literal["last", "each"] = "last"
 
 
-PAPER = Config(
-    data="mnist",
-    seeds=5,
-    steps=150_000,
-    points=100,
-    length=100,
-    batch=32,
-    learning_rate=1e-3,
-    message_size=24,
-    hidden=40,
-    widths=(32, 20),
-    rate=1e-4,
-    judged=20,
-)
+THESIS: Any = meta_curves.THESIS | {"data": "mnist", "batch": 32, "message_size": 24}
+PAPER = Config(seeds=5, steps=150_000, hidden=40, widths=(32, 20), judged=20, **THESIS)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -125,15 +103,10 @@ def task_family(config: Config, split: str) -> meta.Task:
 
 def new_rule(config: Config, cell: harness.Cell) -> meta_curves.Numbered:
     """The rule at its start, and the weight of Algorithm 2's penalty."""
-    rule = mplp.Thesis(
-        meta_curves.sites(task_family(config, "train")),
-        message_size=config.message_size,
-        hidden=config.hidden,
-        learning_rate=config.learning_rate,
-        start=ARMS[cell["arm"]][0],  # pyright: ignore[reportArgumentType]
-        rngs=nnx.Rngs(jax.random.key(cell["seed"])),
-    )
-    return meta_curves.Numbered(rule, jnp.float32(ARMS[cell["arm"]][1] if config.penalty == "last" else 0.0))
+    start, weight = ARMS[cell["arm"]]
+    options = {"message_size": config.message_size, "start": start}
+    rule = meta_curves.thesis_rule(config, task_family(config, "train"), cell["seed"], **options)
+    return meta_curves.Numbered(rule, jnp.float32(weight if config.penalty == "last" else 0.0))
 
 
 def outer_gradient(config: Config, each: float) -> meta.OuterGradient:

@@ -23,50 +23,30 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
-from apgrad import meta, mplp
+from apgrad import meta
 from experiments import harness
 from experiments.parts import meta_curves
 
 NAME = "mplp_dynamics"
 PARTIAL = True
-BASELINES = {
-    "Adam": (optax.adam, (0.01, 0.03, 0.1, 0.3)),
-    "SGD": (optax.sgd, (0.003, 0.01, 0.03, 0.1, 0.3)),
-}
+BASELINES = {"Adam": (optax.adam, (0.01, 0.03, 0.1, 0.3)), "SGD": (optax.sgd, (0.003, 0.01, 0.03, 0.1, 0.3))}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(meta_curves.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      sizes: k, of messages.
-      seeds: of the rule's start, for each configuration.
-    """
-
-    sizes: tuple[int, ...] = (8,)
-    seeds: int = 1
+    sizes: tuple[int, ...] = (8,)  # k, of messages.
+    seeds: int = 1  # of the rule's start, for each configuration.
     steps: int = 150
 
 
 PAPER = Config(
-    sizes=(1, 8),
-    seeds=5,
-    steps=120_000,
-    points=100,
-    length=100,
-    learning_rate=1e-3,
-    hidden=50,
-    widths=(20, 20),
-    tasks=1,
-    rate=1e-4,
-    judged=20,
+    sizes=(1, 8), seeds=5, steps=120_000, hidden=50, widths=(20, 20), tasks=1, judged=20, **meta_curves.THESIS
 )
 
 
@@ -84,14 +64,8 @@ def task_family(config: Config) -> meta.Task:
 
 def new_rule(config: Config, cell: harness.Cell) -> meta_curves.Numbered:
     """The rule at its start, and whether its step size is learned, 1 or 0."""
-    rule = mplp.Thesis(
-        meta_curves.sites(task_family(config)),
-        message_size=cell["k"],
-        hidden=config.hidden,
-        batch_norm=cell["norm"],
-        learning_rate=config.learning_rate,
-        rngs=nnx.Rngs(jax.random.key(cell["seed"])),
-    )
+    options = {"message_size": cell["k"], "batch_norm": cell["norm"]}
+    rule = meta_curves.thesis_rule(config, task_family(config), cell["seed"], **options)
     return meta_curves.Numbered(rule, jnp.float32(cell["rate"]))
 
 

@@ -67,25 +67,16 @@ PUBLISHED = {"sinusoid": 0.0013, "mnist": 48.95, "mnist, step": 43.1, "mnist, 78
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      studies: of "sinusoid" and "mnist".
-      sinusoid_steps: outer steps.
-      mnist_steps: outer steps.
-      objective: "published", "held-out", "weight" or "data"; see the top of the file.
-      max_scale: of the standardizers; 0 for no bound.
-      gradient: whether the rule also sees the true gradient beside each message: the hybrid of the paper's section 5.
-      runs: networks and tasks that a rule is judged on.
-    """
-
-    studies: tuple[str, ...] = ("sinusoid",)
-    sinusoid_steps: int = 30
-    mnist_steps: int = 20
-    objective: Objective = "published"
-    max_scale: float = 0.0
+    studies: tuple[str, ...] = ("sinusoid",)  # of "sinusoid" and "mnist".
+    sinusoid_steps: int = 30  # outer steps.
+    mnist_steps: int = 20  # outer steps.
+    objective: Objective = "published"  # "published", "held-out", "weight" or "data"; see the top of the file.
+    max_scale: float = 0.0  # of the standardizers; 0 for no bound.
+    # whether the rule also sees the true gradient beside each message: the hybrid of the paper's section 5.
     gradient: bool = False
-    runs: int = 10
+    runs: int = 10  # networks and tasks that a rule is judged on.
 
     def __post_init__(self):
         harness.require_least(self, runs=2, max_scale=0)

@@ -42,21 +42,13 @@ METHODS = ("published", "MAML", "MPLP")
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      steps: outer steps.
-      tasks: in an outer batch.
-      runs: tasks to judge by.
-      rate: Adam's.
-      inner_rate: of MAML's gradient descent.
-    """
-
-    steps: int = 150
-    tasks: int = 4
-    runs: int = 20
-    rate: float = 1e-3
-    inner_rate: float = 0.05
+    steps: int = 150  # outer steps.
+    tasks: int = 4  # in an outer batch.
+    runs: int = 20  # tasks to judge by.
+    rate: float = 1e-3  # Adam's.
+    inner_rate: float = 0.05  # of MAML's gradient descent.
 
 
 PAPER = Config(steps=258_202, runs=100, rate=1e-4)

@@ -64,15 +64,10 @@ OPTIMIZERS: meta_curves.Baselines = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      runs: networks and streams of images for each method.
-      settings: of `SETTINGS`.
-    """
-
-    runs: int = 20
-    settings: tuple[str, ...] = ("144-50-10", "144-50-10, step", "digits 64-50-10")
+    runs: int = 20  # networks and streams of images for each method.
+    settings: tuple[str, ...] = ("144-50-10", "144-50-10, step", "digits 64-50-10")  # of `SETTINGS`.
 
     def __post_init__(self):
         harness.require_least(self, runs=2)

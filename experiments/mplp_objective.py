@@ -41,21 +41,13 @@ Start = Literal["random", "published"]
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      start: "random", or "published" to go on from the authors' checkpoint.
-      network: the sizes of the network that learns; images are square.
-      steps: outer steps.
-      seeds: of the meta-training.
-      runs: networks that a rule is judged on.
-    """
-
-    start: Start = "random"
-    network: str = "16-5-10"
-    steps: int = 20
-    seeds: int = 2
-    runs: int = 20
+    start: Start = "random"  # "random", or "published" to go on from the authors' checkpoint.
+    network: str = "16-5-10"  # the sizes of the network that learns; images are square.
+    steps: int = 20  # outer steps.
+    seeds: int = 2  # of the meta-training.
+    runs: int = 20  # networks that a rule is judged on.
 
     def __post_init__(self):
         harness.require_least(self, runs=2, seeds=1)

@@ -33,13 +33,8 @@ from experiments.parts import meta_curves
 
 SINUSOID_STEPS, SINUSOID_POINTS = 5, 10
 MNIST_STEPS, MNIST_BATCH, MNIST_TEST = 20, 8, 100
-METHODS: dict[str, Callable[[], optax.GradientTransformation] | None] = {
-    "MPLP": None,
-    "MPLP, step": None,
-    "Adam": lambda: optax.adam(0.01),
-    "SGD": lambda: optax.sgd(0.1),
-    "MPLP, 784-100-10": None,
-}
+METHODS: dict[str, Callable[[], optax.GradientTransformation] | None] = {"MPLP": None, "MPLP, step": None}
+METHODS |= {"Adam": lambda: optax.adam(0.01), "SGD": lambda: optax.sgd(0.1), "MPLP, 784-100-10": None}
 SINUSOID = ("MPLP", "Adam", "SGD")
 PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "Adam": 39.5, "SGD": 14.7}
 GRID = np.linspace(-5.0, 5.0, 201)
@@ -47,13 +42,9 @@ GRID = np.linspace(-5.0, 5.0, 201)
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      runs: networks and tasks for each method.
-    """
-
-    runs: int = 20
+    runs: int = 20  # networks and tasks for each method.
 
     def __post_init__(self):
         harness.require_least(self, runs=2)

@@ -125,25 +125,16 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      images: names and sides of the images, or names of the data sets of regression, that settings are drawn of.
-      rules: trained ones by name, and "untrained".
-      settings: how many are drawn.
-      horizons: updates.
-      draws: of each baseline's rate and decay.
-      tuning: tasks that a draw is judged on.
-      runs: networks and tasks of each method.
-    """
-
+    # names and sides of the images, or names of the data sets of regression, that settings are drawn of.
     images: tuple[tuple[str, int | None], ...] = (("digits", None),)
-    rules: tuple[str, ...] = RULES
-    settings: int = 2
-    horizons: tuple[int, ...] = (20,)
-    draws: int = 8
-    tuning: int = 2
-    runs: int = 4
+    rules: tuple[str, ...] = RULES  # trained ones by name, and "untrained".
+    settings: int = 2  # how many are drawn.
+    horizons: tuple[int, ...] = (20,)  # updates.
+    draws: int = 8  # of each baseline's rate and decay.
+    tuning: int = 2  # tasks that a draw is judged on.
+    runs: int = 4  # networks and tasks of each method.
 
     def __post_init__(self):
         harness.require_least(self, runs=2, draws=1, tuning=1)

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from apgrad import meta, mplp
 from experiments import harness
@@ -42,42 +41,25 @@ SURFACES = {
     "g_relu": ("activation/g", ("m", "z"), lambda m, z: m * (z > 0)),
     "g_loss": ("squared_error/g", ("p", "y"), lambda p, y: p - y),
 }
-BASELINES = {
-    "SGD": (optax.sgd, (0.01, 0.03, 0.1, 0.3, 1.0)),
-    "Adam": (optax.adam, (0.003, 0.01, 0.03, 0.1)),
-}
+BASELINES = {"SGD": (optax.sgd, (0.01, 0.03, 0.1, 0.3, 1.0)), "Adam": (optax.adam, (0.003, 0.01, 0.03, 0.1))}
 GRID = 21  # points of a surface in each direction
 SHOWN = (0, 0.05, 0.25, 1)  # fractions of the T steps after which the example is shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(meta_curves.Config):
-    """Options of this experiment; updates are multiplied by `learning_rate`.
-
-    Attributes:
-      start: of the rule; "random" in the thesis.
-      visited: tasks whose inputs make the ranges.
-    """
+    """Options of this experiment; updates are multiplied by `learning_rate`."""
 
     points: int = 20
     segment: int = 10
     hidden: int = 40
     learning_rate: float = 0.01
-    start: str = "random"
-    visited: int = 5
+    start: str = "random"  # of the rule; "random" in the thesis.
+    visited: int = 5  # tasks whose inputs make the ranges.
 
 
-PAPER = Config(
-    steps=300_000,
-    points=100,
-    length=200,
-    hidden=80,
-    widths=(20, 20),
-    tasks=1,
-    rate=1e-4,
-    learning_rate=1e-3,
-    visited=20,
-)
+THESIS: Any = meta_curves.THESIS | {"length": 200}
+PAPER = Config(steps=300_000, hidden=80, widths=(20, 20), tasks=1, visited=20, **THESIS)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -91,17 +73,8 @@ def task_family(config: Config) -> meta.Task:
 
 def new_rule(config: Config, seed: int) -> mplp.Thesis:
     """The rule at its start."""
-    return mplp.Thesis(
-        meta_curves.sites(task_family(config)),
-        message_size=1,
-        hidden=config.hidden,
-        batch_norm=False,
-        learn_rate=False,
-        learning_rate=config.learning_rate,
-        see_loss=False,
-        start=config.start,  # pyright: ignore[reportArgumentType]
-        rngs=nnx.Rngs(jax.random.key(seed)),
-    )
+    options = {"message_size": 1, "batch_norm": False, "learn_rate": False, "see_loss": False, "start": config.start}
+    return meta_curves.thesis_rule(config, task_family(config), seed, **options)
 
 
 def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:

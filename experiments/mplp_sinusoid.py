@@ -30,51 +30,31 @@ PARTIAL = True
 STEPS = mplp_from_random.STEPS["sinusoid"]
 BASELINES = mplp_from_random.RATES["sinusoid"]
 CHECKPOINT = mplp_from_random.PUBLISHED["sinusoid"]  # half squared error of the published rule, 100 runs
+SHARING = ("none", "all")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      runs: networks and tasks to judge by.
-      sizes: k, of messages.
-      sharing: of "none" and "all".
-      seeds: of the rule's start, for each configuration.
-      steps: outer steps, a multiple of points.
-      points: how often a rule is judged.
-      hidden: size of the recurrent state beside update and message.
-      layers: units in the hidden layers of the rule's networks.
-      rate: Adam's.
-      objective: of `experiments.mplp_from_random`.
-    """
-
-    runs: int = 20
-    sizes: tuple[int, ...] = (1, 8)
-    sharing: tuple[str, ...] = ("all",)
-    seeds: int = 1
-    steps: int = 100
-    points: int = 10
-    hidden: int = 4
-    layers: tuple[int, ...] = ()
-    rate: float = 2e-3
-    objective: mplp_from_random.Objective = "published"
+    runs: int = 20  # networks and tasks to judge by.
+    sizes: tuple[int, ...] = (1, 8)  # k, of messages.
+    sharing: tuple[str, ...] = ("all",)  # of "none" and "all".
+    seeds: int = 1  # of the rule's start, for each configuration.
+    steps: int = 100  # outer steps, a multiple of points.
+    points: int = 10  # how often a rule is judged.
+    hidden: int = 4  # size of the recurrent state beside update and message.
+    layers: tuple[int, ...] = ()  # units in the hidden layers of the rule's networks.
+    rate: float = 2e-3  # Adam's.
+    objective: mplp_from_random.Objective = "published"  # of `experiments.mplp_from_random`.
 
     def __post_init__(self):
         harness.require_least(self, runs=2, sizes=1)
-        harness.require_among(self, sharing=("none", "all"))
+        harness.require_among(self, sharing=SHARING)
 
 
 PAPER = Config(
-    runs=100,
-    sizes=(1, 4, 8),
-    sharing=("none", "all"),
-    seeds=2,
-    steps=36_000,
-    points=90,
-    hidden=15,
-    layers=(80, 40),
-    rate=1e-4,
+    runs=100, sizes=(1, 4, 8), sharing=SHARING, seeds=2, steps=36_000, points=90, hidden=15, layers=(80, 40), rate=1e-4
 )
 
 

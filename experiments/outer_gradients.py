@@ -40,37 +40,22 @@ from experiments import harness
 from experiments.outer_training import one_task
 
 SEGMENT, TASKS, LANES = 5, 32, 32
-OBJECTIVES = {
-    "BPTT": "nearly exact",
-    "truncated": "nearly exact",
-    "forward": "nearly exact",
-    "ES": "smoothed",
-    "truncated ES": "smoothed",
-    "PES": "by segment",
-    "ES-Single": "smoothed",
-    "total propagation": "noise",
-}
+OBJECTIVES = dict.fromkeys(("BPTT", "truncated", "forward"), "nearly exact")
+OBJECTIVES |= {"ES": "smoothed", "truncated ES": "smoothed", "PES": "by segment", "ES-Single": "smoothed"}
+OBJECTIVES["total propagation"] = "noise"
 ESTIMATORS = tuple(OBJECTIVES)
 REFERENCES = ("nearly exact", "smoothed", "by segment", "noise")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      rates: values of theta, a tame and a chaotic one.
-      lengths: T.
-      estimates: for each cell.
-      reference: samples of a reference.
-      sigma: deviation of the perturbations, of theta and (total propagation) of the iterates.
-    """
-
-    rates: tuple[float, ...] = (0.1, 0.9)
-    lengths: tuple[int, ...] = (5, 20)
-    estimates: int = 200
-    reference: int = 50_000
-    sigma: float = 0.03
+    rates: tuple[float, ...] = (0.1, 0.9)  # values of theta, a tame and a chaotic one.
+    lengths: tuple[int, ...] = (5, 20)  # T.
+    estimates: int = 200  # for each cell.
+    reference: int = 50_000  # samples of a reference.
+    sigma: float = 0.03  # deviation of the perturbations, of theta and (total propagation) of the iterates.
 
     def __post_init__(self):
         if bad := [t for t in self.lengths if t % SEGMENT]:

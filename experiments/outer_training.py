@@ -53,80 +53,41 @@ STARTS = {"tame": 0.01, "chaotic": 1.5}  # learning rates
 BALANCE, MULTILEVEL = "influence balancing", "multilevel"
 CLIPPED = {"lanes clipped at 4": 4.0, "lanes clipped at .5": 0.5}
 # Outer steps of a stretch: at eight tasks, all stretches of a bed take about the same time.
-RULE = {
-    "reverse mode": 3,
-    "PES, K = 10": 150,
-    "truncated, K = 10": 50,
-    "ES": 10,
-    "total propagation": 2,
-    "ES-Single, K = 10": 150,
-    "truncated ES, K = 10": 100,
-    **dict.fromkeys(CLIPPED, 3),
-    MULTILEVEL: 1,
-}
-BALANCED = {
-    "reverse mode": 150,
-    "forward mode": 100,
-    "truncated, K = 1": 640,
-    "truncated, K = 10": 150,
-    "truncated, K = 50": 38,
-    "PES, K = 1": 280,
-    "PES, K = 10": 190,
-    "ES": 44,
-    "ES-Single, K = 10": 180,
-    "truncated ES, K = 10": 180,
-    "total propagation": 1,
-}
+RULE = {"reverse mode": 3, "PES, K = 10": 150, "truncated, K = 10": 50, "ES": 10, "total propagation": 2}
+RULE |= {"ES-Single, K = 10": 150, "truncated ES, K = 10": 100, **dict.fromkeys(CLIPPED, 3), MULTILEVEL: 1}
+BALANCED = {"reverse mode": 150, "forward mode": 100, "truncated, K = 1": 640, "truncated, K = 10": 150}
+BALANCED |= {"truncated, K = 50": 38, "PES, K = 1": 280, "PES, K = 10": 190, "ES": 44, "ES-Single, K = 10": 180}
+BALANCED |= {"truncated ES, K = 10": 180, "total propagation": 1}
 REFERENCE, CONSTANT = "constant rate", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
 NO_DEVIATION = ("reverse mode", "forward mode", "truncated,", *CLIPPED, MULTILEVEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      rule: methods that train the rule.
-      balanced: methods for influence balancing.
-      rates: Adam's.
-      deviations: of the perturbations of the rule's meta-parameters (evolution strategies); the noise of total
-        propagation, on what the rule trains, has a fifth of it. Influence balancing has .1, as published.
-      seeds: how many trainings of each.
-      points: how often a training of the rule is judged; in influence balancing five times as often.
-      pace: a stretch between two judgements has this many times the steps that the tables RULE and BALANCED say.
-      length: T, of the rule.
-      tasks: in an outer step; for total propagation, perturbed unrolls of one task.
-      judged: tasks to judge by.
-      chains: estimates of whole unrolls that the bias in influence balancing is measured with.
-    """
-
-    rule: tuple[str, ...] = ("reverse mode", "lanes clipped at .5", "ES")
-    balanced: tuple[str, ...] = ("truncated, K = 10", "PES, K = 10")
-    rates: tuple[float, ...] = (0.01,)
+    rule: tuple[str, ...] = ("reverse mode", "lanes clipped at .5", "ES")  # methods that train the rule.
+    balanced: tuple[str, ...] = ("truncated, K = 10", "PES, K = 10")  # methods for influence balancing.
+    rates: tuple[float, ...] = (0.01,)  # Adam's.
+    # of the perturbations of the rule's meta-parameters (evolution strategies); the noise of total propagation, on what
+    # the rule trains, has a fifth of it. Influence balancing has .1, as published.
     deviations: tuple[float, ...] = (0.1,)
-    seeds: int = 2
-    points: int = 5
+    seeds: int = 2  # how many trainings of each.
+    points: int = 5  # how often a training of the rule is judged; in influence balancing five times as often.
+    # a stretch between two judgements has this many times the steps that the tables RULE and BALANCED say.
     pace: float = 1.0
-    length: int = 200
-    tasks: int = 8
-    judged: int = 16
-    chains: int = 400
+    length: int = 200  # T, of the rule.
+    tasks: int = 8  # in an outer step; for total propagation, perturbed unrolls of one task.
+    judged: int = 16  # tasks to judge by.
+    chains: int = 400  # estimates of whole unrolls that the bias in influence balancing is measured with.
 
     def __post_init__(self):
         harness.require_least(self, seeds=2)
         harness.require_among(self, rule=RULE, balanced=BALANCED)
 
 
-PAPER = Config(
-    rule=tuple(RULE),
-    balanced=tuple(BALANCED),
-    rates=(0.003, 0.01, 0.03),
-    deviations=(0.1, 0.02),
-    seeds=3,
-    points=12,
-    judged=32,
-    chains=1000,
-)
+METHODS: dict[str, Any] = {"rule": tuple(RULE), "balanced": tuple(BALANCED)}
+PAPER = Config(**METHODS, rates=(0.003, 0.01, 0.03), deviations=(0.1, 0.02), seeds=3, points=12, judged=32, chains=1000)
 
 
 class Bed(NamedTuple):

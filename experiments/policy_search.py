@@ -51,29 +51,17 @@ TASKS = {"every step": 0.45, "last step": 0.3}  # with the cost that counts as s
 
 
 class Method(NamedTuple):
-    """A way to estimate the gradient, and what is done about its explosion.
+    """A way to estimate the gradient, and what is done about its explosion."""
 
-    Attributes:
-      estimator: of each random choice.
-      cross_fit: of `ap.expectation`.
-      adaptive: weigh by the moments of earlier calls, `ap.adaptive`.
-      by_state: its option.
-      clip_norm: the largest norm of a gradient; 0 for any.
-      segment: the number of steps after which the gradient stops; 0 for none.
-      colour: of its curves.
-      clip_factor: a lane's message is cut to so many times the typical lane's; 0 for any.
-      multilevel: levels of such clipping, `ap.multilevel`.
-    """
-
-    estimator: ap.Estimator | ap.Mixer
-    cross_fit: bool = False
-    adaptive: bool = False
-    clip_norm: float = CLIP
-    segment: int = 0
-    colour: str = "black"
-    clip_factor: float = 0
-    multilevel: bool = False
-    by_state: bool = False
+    estimator: ap.Estimator | ap.Mixer  # of each random choice.
+    cross_fit: bool = False  # of `ap.expectation`.
+    adaptive: bool = False  # weigh by the moments of earlier calls, `ap.adaptive`.
+    clip_norm: float = CLIP  # the largest norm of a gradient; 0 for any.
+    segment: int = 0  # the number of steps after which the gradient stops; 0 for none.
+    colour: str = "black"  # of its curves.
+    clip_factor: float = 0  # a lane's message is cut to so many times the typical lane's; 0 for any.
+    multilevel: bool = False  # levels of such clipping, `ap.multilevel`.
+    by_state: bool = False  # its option.
 
 
 INVERSE = ap.weights.inverse_variance()
@@ -92,33 +80,19 @@ METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      policies: the widths of the hidden layers, one number for both, one policy each.
-      tasks: names in `TASKS`.
-      horizon: H, the number of steps.
-      lanes: trajectories for each gradient.
-      iterations: steps of Adam.
-      evaluations: how often the cost is evaluated on the way, on 500 lanes.
-      rates: learning rates to choose from.
-      tuning: seeds on which they are chosen.
-      seeds: other seeds, for the curves.
-      rounds: how often seconds are measured.
-      resamples: of the bootstrap.
-    """
-
-    policies: tuple[int, ...] = (64,)
-    tasks: tuple[str, ...] = ("every step",)
-    horizon: int = 50
-    lanes: int = 100
-    iterations: int = 60
-    evaluations: int = 15
-    rates: tuple[float, ...] = (3e-3,)
-    tuning: int = 1
-    seeds: int = 3
-    rounds: int = 2
-    resamples: int = 1000
+    policies: tuple[int, ...] = (64,)  # the widths of the hidden layers, one number for both, one policy each.
+    tasks: tuple[str, ...] = ("every step",)  # names in `TASKS`.
+    horizon: int = 50  # H, the number of steps.
+    lanes: int = 100  # trajectories for each gradient.
+    iterations: int = 60  # steps of Adam.
+    evaluations: int = 15  # how often the cost is evaluated on the way, on 500 lanes.
+    rates: tuple[float, ...] = (3e-3,)  # learning rates to choose from.
+    tuning: int = 1  # seeds on which they are chosen.
+    seeds: int = 3  # other seeds, for the curves.
+    rounds: int = 2  # how often seconds are measured.
+    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         harness.require_least(self, lanes=4, evaluations=5, tuning=1, seeds=2, rounds=1)

@@ -59,25 +59,15 @@ METHODS = ("RP", "LR", "TP published", "TP adaptive")
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      seeds: runs of each method.
-      episodes: real episodes with a learned policy, after the random one.
-      iterations: steps of Adam after each episode.
-      rate: learning rate.
-      particles: lanes.
-      repetitions: estimates for a gradient's variance.
-      resamples: of the bootstrap.
-    """
-
-    seeds: int = 2
-    episodes: int = 3
-    iterations: int = 40
-    rate: float = 1e-2
-    particles: int = 100
-    repetitions: int = 10
-    resamples: int = 1000
+    seeds: int = 2  # runs of each method.
+    episodes: int = 3  # real episodes with a learned policy, after the random one.
+    iterations: int = 40  # steps of Adam after each episode.
+    rate: float = 1e-2  # learning rate.
+    particles: int = 100  # lanes.
+    repetitions: int = 10  # estimates for a gradient's variance.
+    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         harness.require_least(self, seeds=2, episodes=2, particles=4, repetitions=2)

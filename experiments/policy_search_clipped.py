@@ -41,33 +41,19 @@ METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      tasks: names in `policy_search.TASKS`.
-      units: the width of the policy's hidden layers.
-      horizon: H, the number of steps of an episode.
-      lanes: trajectories for each gradient.
-      steps: of Adam, for tuning and for the first reading.
-      long: steps of Adam for the second reading.
-      rates: learning rates to choose from.
-      tuning: seeds on which they are chosen.
-      groups: how many groups of other seeds.
-      seeds: of a group.
-      resamples: of the bootstrap.
-    """
-
-    tasks: tuple[str, ...] = ("every step",)
-    units: int = 64
-    horizon: int = 50
-    lanes: int = 100
-    steps: int = 100
-    long: int = 100
-    rates: tuple[float, ...] = (1e-2,)
-    tuning: int = 1
-    groups: int = 1
-    seeds: int = 2
-    resamples: int = 1000
+    tasks: tuple[str, ...] = ("every step",)  # names in `policy_search.TASKS`.
+    units: int = 64  # the width of the policy's hidden layers.
+    horizon: int = 50  # H, the number of steps of an episode.
+    lanes: int = 100  # trajectories for each gradient.
+    steps: int = 100  # of Adam, for tuning and for the first reading.
+    long: int = 100  # steps of Adam for the second reading.
+    rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
+    tuning: int = 1  # seeds on which they are chosen.
+    groups: int = 1  # how many groups of other seeds.
+    seeds: int = 2  # of a group.
+    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         """Refuses what cannot be measured."""

@@ -47,43 +47,27 @@ METHODS = {
     "RP": CLIPPED["RP"],
     "RP, short": CLIPPED["RP, short"],
     SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"),
-    "LR": policy_search.METHODS["LR"]._replace(colour="#777777"),
-    "RP, lanes clipped": CLIPPED["RP, lanes clipped"],
-    "multilevel": CLIPPED["multilevel"],
-    "TP, lanes clipped": CLIPPED["TP, lanes clipped"],
 }
+METHODS["LR"] = policy_search.METHODS["LR"]._replace(colour="#777777")
+METHODS |= {name: CLIPPED[name] for name in ("RP, lanes clipped", "multilevel", "TP, lanes clipped")}
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      methods: names in `METHODS`, RP among them, whose time is the unit.
-      units: the width of the hidden layers of the policy, and of SHAC's critic.
-      horizon: H, the number of steps of an episode.
-      lanes: trajectories for each gradient.
-      steps: of Adam.
-      rates: learning rates to choose from.
-      tuning: seeds on which they are chosen.
-      groups: how many groups of other seeds.
-      seeds: of a group.
-      estimates: gradients of each untrained policy.
-      resamples: of the bootstrap.
-    """
-
-    methods: tuple[str, ...] = tuple(METHODS)
-    units: int = 32
-    horizon: int = 60
-    lanes: int = 100
-    steps: int = 50
-    rates: tuple[float, ...] = (1e-2,)
-    tuning: int = 1
-    groups: int = 1
-    seeds: int = 2
-    estimates: int = 20
-    resamples: int = 1000
+    methods: tuple[str, ...] = tuple(METHODS)  # names in `METHODS`, RP among them, whose time is the unit.
+    units: int = 32  # the width of the hidden layers of the policy, and of SHAC's critic.
+    horizon: int = 60  # H, the number of steps of an episode.
+    lanes: int = 100  # trajectories for each gradient.
+    steps: int = 50  # of Adam.
+    rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
+    tuning: int = 1  # seeds on which they are chosen.
+    groups: int = 1  # how many groups of other seeds.
+    seeds: int = 2  # of a group.
+    estimates: int = 20  # gradients of each untrained policy.
+    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         harness.require_among(self, methods=METHODS)

@@ -34,25 +34,15 @@ METHODS = ("predictive coding", "backpropagation")
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      data: "mnist" (the digits stand in where it is missing) or "digits".
-      seeds: of first parameters and batches.
-      width: of the two hidden layers.
-      batch: images a step.
-      rate: of Adam.
-      inference_steps: of gradient descent on the energy.
-      inference_time: their number times their rate, in units of the energy of the sum over images.
-    """
-
-    data: str = "digits"
-    seeds: int = 3
-    width: int = 300
-    batch: int = 64
-    rate: float = 1e-3
-    inference_steps: int = 10
-    inference_time: float = 20 / 64
+    data: str = "digits"  # "mnist" (the digits stand in where it is missing) or "digits".
+    seeds: int = 3  # of first parameters and batches.
+    width: int = 300  # of the two hidden layers.
+    batch: int = 64  # images a step.
+    rate: float = 1e-3  # of Adam.
+    inference_steps: int = 10  # of gradient descent on the energy.
+    inference_time: float = 20 / 64  # their number times their rate, in units of the energy of the sum over images.
 
 
 PARTIAL = True

@@ -40,29 +40,18 @@ ROUNDINGS = ("rounding 8", "rounding 4", "rounding 2")
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      network: "mlp" or "convnet".
-      data: "mnist", "cifar10" or "digits", the fall-back.
-      fractions: of the entries kept.
-      batch: examples, for all methods.
-      larger: batches for rounding and for "different" and "stratified" with a tenth of the entries.
-      smaller: batches of reverse mode.
-      training_steps: before the noise is measured; 0 for the initial network as well.
-      draws: batches.
-      examples: of the training set; 0 for all.
-    """
-
-    network: str = "mlp"
-    data: str = "digits"
-    fractions: tuple[float, ...] = (0.1,)
-    batch: int = 150
+    network: str = "mlp"  # "mlp" or "convnet".
+    data: str = "digits"  # "mnist", "cifar10" or "digits", the fall-back.
+    fractions: tuple[float, ...] = (0.1,)  # of the entries kept.
+    batch: int = 150  # examples, for all methods.
+    # batches for rounding and for "different" and "stratified" with a tenth of the entries.
     larger: tuple[int, ...] = ()
-    smaller: tuple[int, ...] = (16,)
-    training_steps: tuple[int, ...] = (0, 100)
-    draws: int = 20
-    examples: int = 0
+    smaller: tuple[int, ...] = (16,)  # batches of reverse mode.
+    training_steps: tuple[int, ...] = (0, 100)  # before the noise is measured; 0 for the initial network as well.
+    draws: int = 20  # batches.
+    examples: int = 0  # of the training set; 0 for all.
 
 
 PARTIAL = True

@@ -48,23 +48,14 @@ from experiments import harness
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      width: vertices of a layer, or chains.
-      depths: layers.
-      samples: edges that are drawn at each vertex.
-      estimates: of the gradient, for each variance.
-      floor: the share of the uniform draw, where edges are drawn by messages.
-      drift: the relative error of the earlier call's weights.
-    """
-
-    width: int = 6
-    depths: tuple[int, ...] = (1, 2, 4, 8)
-    samples: tuple[int, ...] = (1, 2)
-    estimates: int = 1000
-    floor: float = 0.1
-    drift: float = 0.1
+    width: int = 6  # vertices of a layer, or chains.
+    depths: tuple[int, ...] = (1, 2, 4, 8)  # layers.
+    samples: tuple[int, ...] = (1, 2)  # edges that are drawn at each vertex.
+    estimates: int = 1000  # of the gradient, for each variance.
+    floor: float = 0.1  # the share of the uniform draw, where edges are drawn by messages.
+    drift: float = 0.1  # the relative error of the earlier call's weights.
 
 
 PAPER = Config(depths=(1, 2, 4, 8, 12, 16), samples=(1, 2, 4), estimates=4000)

@@ -42,21 +42,13 @@ BLOCK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      fractions: of the grid's points that are kept; 1 is exact.
-      time: the horizon; a unit has 4096 steps.
-      iterations: of Adam at 1e-2.
-      draws: of the gradient at the start, for its error.
-      starts: of theta; each fraction is trained from each of them.
-    """
-
-    fractions: tuple[float, ...] = (1.0, 0.1, 0.01)
-    time: float = 0.0625
-    iterations: int = 200
-    draws: int = 50
-    starts: int = 1
+    fractions: tuple[float, ...] = (1.0, 0.1, 0.01)  # of the grid's points that are kept; 1 is exact.
+    time: float = 0.0625  # the horizon; a unit has 4096 steps.
+    iterations: int = 200  # of Adam at 1e-2.
+    draws: int = 50  # of the gradient at the start, for its error.
+    starts: int = 1  # of theta; each fraction is trained from each of them.
 
 
 PARTIAL = True

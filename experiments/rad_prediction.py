@@ -48,23 +48,14 @@ from experiments import harness
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      data: "mnist", or "digits", the fall-back.
-      networks: of `NETWORKS`.
-      samplers: by `sampler`.
-      batch: examples.
-      training_steps: of Adam before the noise is measured.
-      draws: of the memory, for each noise.
-    """
-
-    data: str = "digits"
-    networks: tuple[str, ...] = ("mlp", "convnet")
-    samplers: tuple[str, ...] = ("different 0.1", "rounding 4")
-    batch: int = 100
-    training_steps: tuple[int, ...] = (0, 100)
-    draws: int = 30
+    data: str = "digits"  # "mnist", or "digits", the fall-back.
+    networks: tuple[str, ...] = ("mlp", "convnet")  # of `NETWORKS`.
+    samplers: tuple[str, ...] = ("different 0.1", "rounding 4")  # by `sampler`.
+    batch: int = 100  # examples.
+    training_steps: tuple[int, ...] = (0, 100)  # of Adam before the noise is measured.
+    draws: int = 30  # of the memory, for each noise.
 
 
 PARTIAL = True

@@ -51,17 +51,12 @@ def counted(network: str, fraction: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      networks: of "mlp", "convnet", "rnn" and "transformer", which is not in the paper.
-      fractions: of the entries that "different sample" keeps.
-      batch: examples.
-    """
-
+    # of "mlp", "convnet", "rnn" and "transformer", which is not in the paper.
     networks: tuple[str, ...] = rad_networks.NAMES
-    fractions: tuple[float, ...] = (0.5, 0.1)
-    batch: int = 150
+    fractions: tuple[float, ...] = (0.5, 0.1)  # of the entries that "different sample" keeps.
+    batch: int = 150  # examples.
 
 
 PAPER = Config(fractions=(0.8, 0.5, 0.3, 0.1, 0.05))

@@ -45,59 +45,34 @@ from experiments import harness
 from experiments.parts import rad_networks, rad_run
 
 # Learning rate and weight decay that the paper's search found.
-TUNED = {
-    "mlp": {
-        "baseline": (1.35e-3, 4.1e-7),
-        "same": (4.52e-4, 4.1e-6),
-        "different": (9.34e-4, 1.3e-6),
-        "project": (5.27e-4, 1.0e-3),
-        "reduced": (6.45e-4, 5.7e-5),
-    },
-    "convnet": {
-        "baseline": (1.24e-3, 4.3e-5),
-        "same": (1.16e-3, 1e-3),
-        "different": (2.14e-3, 7.5e-4),
-        "project": (4.35e-4, 5.5e-5),
-        "reduced": (4.3e-4, 2e-6),
-    },
-    "transformer": {"baseline": (1e-3, 1e-4), "different": (1e-3, 1e-4)},
+FOUND = {
+    "mlp": ((1.35e-3, 4.1e-7), (4.52e-4, 4.1e-6), (9.34e-4, 1.3e-6), (5.27e-4, 1.0e-3), (6.45e-4, 5.7e-5)),
+    "convnet": ((1.24e-3, 4.3e-5), (1.16e-3, 1e-3), (2.14e-3, 7.5e-4), (4.35e-4, 5.5e-5), (4.3e-4, 2e-6)),
 }
+SEARCHED: tuple[str, ...] = ("baseline", "same", "different", "project", "reduced")
+TUNED: dict[str, Any] = {network: dict(zip(SEARCHED, pairs, strict=True)) for network, pairs in FOUND.items()}
+TUNED["transformer"] = {"baseline": (1e-3, 1e-4), "different": (1e-3, 1e-4)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      networks: of "mlp", "convnet", "rnn" and "transformer".
-      steps: of training, for each network.
-      data: for each network: "mnist" or "cifar10" where they are at hand, or "digits".
-      methods: "baseline", "reduced", "reduced published", those of `rad_networks.methods`, each also with another
-        fraction ("different 0.5"), "rounding 8", "rounding 4", "rounding 2".
-      fraction: of the entries kept.
-      batch: examples.
-      pairs: of rate and decay that are tried for each method; with none, those that the paper found are used.
-      finalists: of the pairs, trained in full, as the paper's pair is.
-      validation: examples of the training set that choose among pairs.
-      seeds: runs of each method.
-      evaluations: how often train and test sets are looked at.
-      examples: of the training set, 0 for all.
-      draws: for the noise, at each evaluation.
-    """
-
-    networks: tuple[str, ...] = ("mlp",)
-    steps: tuple[int, ...] = (300,)
-    data: tuple[str, ...] = ("digits",)
+    networks: tuple[str, ...] = ("mlp",)  # of "mlp", "convnet", "rnn" and "transformer".
+    steps: tuple[int, ...] = (300,)  # of training, for each network.
+    data: tuple[str, ...] = ("digits",)  # for each network: "mnist" or "cifar10" where they are at hand, or "digits".
+    # "baseline", "reduced", "reduced published", those of `rad_networks.methods`, each also with another fraction
+    # ("different 0.5"), "rounding 8", "rounding 4", "rounding 2".
     methods: tuple[str, ...] = ("baseline", "reduced", "different", "rounding 4")
-    fraction: float = 0.1
-    batch: int = 150
-    pairs: int = 3
-    finalists: int = 1
-    validation: int = 300
-    seeds: int = 2
-    evaluations: int = 6
-    examples: int = 0
-    draws: int = 4
+    fraction: float = 0.1  # of the entries kept.
+    batch: int = 150  # examples.
+    pairs: int = 3  # of rate and decay that are tried for each method; with none, those that the paper found are used.
+    finalists: int = 1  # of the pairs, trained in full, as the paper's pair is.
+    validation: int = 300  # examples of the training set that choose among pairs.
+    seeds: int = 2  # runs of each method.
+    evaluations: int = 6  # how often train and test sets are looked at.
+    examples: int = 0  # of the training set, 0 for all.
+    draws: int = 4  # for the noise, at each evaluation.
 
     def __post_init__(self):
         harness.require_least(self, seeds=1)

@@ -113,17 +113,11 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      estimates: how many, of 1,000 lanes each; at least 2.
-      families: which distributions.
-      graphs: which programs.
-    """
-
-    estimates: int = 1000
-    families: tuple[str, ...] = tuple(FAMILIES)
-    graphs: tuple[str, ...] = GRAPHS
+    estimates: int = 1000  # how many, of 1,000 lanes each; at least 2.
+    families: tuple[str, ...] = tuple(FAMILIES)  # which distributions.
+    graphs: tuple[str, ...] = GRAPHS  # which programs.
 
     def __post_init__(self):
         harness.require_among(self, families=FAMILIES, graphs=GRAPHS)

@@ -37,38 +37,24 @@ STYLES = {
     "TP-CF": ("#2a8a3e", "-"),
     "local-CF": ("#1f77b4", "-"),
     "suffix-CF": ("#e7298a", "-"),
-    "unshrunk-CF": ("#8c6d1f", "-"),
-    "decoupled-CF": ("black", "-"),
-    "adaptive": ("#d95f02", "-"),
-    "by state": ("#d95f02", "--"),
-    "clipped at 4": ("#e0a100", "-"),
-    "clipped at 10": ("#e0a100", "--"),
 }
+STYLES |= {"unshrunk-CF": ("#8c6d1f", "-"), "decoupled-CF": ("black", "-"), "adaptive": ("#d95f02", "-")}
+STYLES |= {"by state": ("#d95f02", "--"), "clipped at 4": ("#e0a100", "-"), "clipped at 10": ("#e0a100", "--")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      horizons: numbers of steps, H.
-      betas: inverse temperatures.
-      parameters: numbers of differentiated parameters, 1 or 5.
-      methods: ways to weigh.
-      estimates: repetitions of the gradient estimate, K.
-      lanes: trajectories for each estimate, B.
-      bias_points: horizon, lanes and repetitions of the bias, at beta = 1.5.
-      resamples: of the bootstrap.
-    """
-
-    horizons: tuple[int, ...] = (25, 50)
-    betas: tuple[float, ...] = (1.5, 2.4, 2.5, 2.75)
-    parameters: tuple[int, ...] = (1, 5)
-    methods: tuple[str, ...] = RULES[:-1]
-    estimates: int = 60
-    lanes: int = 1000
+    horizons: tuple[int, ...] = (25, 50)  # numbers of steps, H.
+    betas: tuple[float, ...] = (1.5, 2.4, 2.5, 2.75)  # inverse temperatures.
+    parameters: tuple[int, ...] = (1, 5)  # numbers of differentiated parameters, 1 or 5.
+    methods: tuple[str, ...] = RULES[:-1]  # ways to weigh.
+    estimates: int = 60  # repetitions of the gradient estimate, K.
+    lanes: int = 1000  # trajectories for each estimate, B.
+    # horizon, lanes and repetitions of the bias, at beta = 1.5.
     bias_points: tuple[tuple[int, int, int], ...] = ((25, 30, 4_000),)
-    resamples: int = 2000
+    resamples: int = 2000  # of the bootstrap.
 
     def __post_init__(self):
         harness.require_least(self, estimates=2, lanes=4)

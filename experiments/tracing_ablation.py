@@ -46,23 +46,14 @@ LETTERS = " .abcdefghijklmnopqrstuvwxyz"
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      seeds: networks.
-      steps: of Adam.
-      widths: of the three components, in another order in each network.
-      length: letters that the network reads at once.
-      batch: pieces of text in a step.
-      every: steps from trace to trace.
-    """
-
-    seeds: int = 2
-    steps: int = 100
-    widths: tuple[int, ...] = (8, 16, 32)
-    length: int = 20
-    batch: int = 16
-    every: int = 25
+    seeds: int = 2  # networks.
+    steps: int = 100  # of Adam.
+    widths: tuple[int, ...] = (8, 16, 32)  # of the three components, in another order in each network.
+    length: int = 20  # letters that the network reads at once.
+    batch: int = 16  # pieces of text in a step.
+    every: int = 25  # steps from trace to trace.
 
     def __post_init__(self):
         harness.require_least(self, seeds=2, steps=1, widths=1, length=1, batch=1, every=1)

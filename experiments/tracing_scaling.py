@@ -37,34 +37,21 @@ SEMIRINGS = ("grad", "ordinary", "max-product", "log max-product", "absolute sum
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      layers: numbers of layers.
-      diamonds: how many random networks.
-      sizes: edges of the large diamonds, about.
-      batches: numbers of examples.
-      repeats: timings of each.
-    """
-
-    layers: tuple[int, ...] = (2, 8, 32)
-    diamonds: int = 3
-    sizes: tuple[float, ...] = (1e4, 1e6, 1e7)
-    batches: tuple[int, ...] = (1, 8, 64)
-    repeats: int = 5
+    layers: tuple[int, ...] = (2, 8, 32)  # numbers of layers.
+    diamonds: int = 3  # how many random networks.
+    sizes: tuple[float, ...] = (1e4, 1e6, 1e7)  # edges of the large diamonds, about.
+    batches: tuple[int, ...] = (1, 8, 64)  # numbers of examples.
+    repeats: int = 5  # timings of each.
 
     def __post_init__(self):
         if min(len(self.layers), self.diamonds, len(self.sizes), len(self.batches)) < 3 or self.repeats < 2:
             raise ValueError("a line wants three points in each family, and repeats at least 2")
 
 
-PAPER = Config(
-    layers=(2, 5, 10, 20, 40, 80),
-    diamonds=12,
-    sizes=tuple(float(10 ** (k / 2)) for k in range(6, 17)),
-    batches=(1, 4, 16, 64, 256, 700),
-    repeats=8,
-)
+SIZES = tuple(float(10 ** (k / 2)) for k in range(6, 17))
+PAPER = Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, sizes=SIZES, batches=(1, 4, 16, 64, 256, 700), repeats=8)
 FAMILIES = ("layers", "diamonds", "large diamonds", "batch")
 
 

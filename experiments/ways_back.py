@@ -46,18 +46,8 @@ from apgrad import meta, rewiring
 from experiments import harness
 from experiments.parts.turns import take_turns
 
-RULES = (
-    "backpropagation",
-    "feedback_alignment",
-    "direct_feedback_alignment",
-    "sign_symmetry",
-    "kolen_pollack",
-    "synthetic_gradients",
-    "difference_target_propagation",
-    "predictive_coding",
-    "forward_gradient",
-    "last_layer",
-)
+RULES = ("backpropagation", "feedback_alignment", "direct_feedback_alignment", "sign_symmetry", "kolen_pollack")
+RULES += ("synthetic_gradients", "difference_target_propagation", "predictive_coding", "forward_gradient", "last_layer")
 BARTUNOV = "Bartunov et al. 2018, {} network, trained to the end"
 FULL, LOCAL = BARTUNOV.format("fully connected"), BARTUNOV.format("locally connected")
 NOKLAND = "Nokland 2016, seven hidden layers of 240 tanh units"
@@ -86,45 +76,24 @@ FIRST = ("hidden[0]", "hidden/dot_general[0]", "conv_general_dilated[0]")  # the
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      data: "mnist" (the digits stand in where it is missing) or "digits".
-      networks: of "mlp" and "convnet".
-      rules: of `RULES`.
-      rates: the grid of learning rates, of which the first seed finds the best.
-      seeds: of initial parameters, batches and rules; at least 3 for intervals.
-      width: of the perceptron's hidden layers.
-      channels: of the convolutions.
-      steps: of training.
-      batch: images a step.
-      decay: AdamW's weight decay.
-      points: how often the angles are measured.
-    """
-
-    data: str = "digits"
-    networks: tuple[str, ...] = ("mlp", "convnet")
-    rules: tuple[str, ...] = RULES
-    rates: tuple[float, ...] = (0.004,)
-    seeds: int = 3
-    width: int = 64
-    channels: tuple[int, ...] = (8, 16)
-    steps: int = 150
-    batch: int = 50
-    decay: float = 0.01
-    points: int = 4
+    data: str = "digits"  # "mnist" (the digits stand in where it is missing) or "digits".
+    networks: tuple[str, ...] = ("mlp", "convnet")  # of "mlp" and "convnet".
+    rules: tuple[str, ...] = RULES  # of `RULES`.
+    rates: tuple[float, ...] = (0.004,)  # the grid of learning rates, of which the first seed finds the best.
+    seeds: int = 3  # of initial parameters, batches and rules; at least 3 for intervals.
+    width: int = 64  # of the perceptron's hidden layers.
+    channels: tuple[int, ...] = (8, 16)  # of the convolutions.
+    steps: int = 150  # of training.
+    batch: int = 50  # images a step.
+    decay: float = 0.01  # AdamW's weight decay.
+    points: int = 4  # how often the angles are measured.
 
 
 NAME = "ways_back"
 PARTIAL = True
-PAPER = Config(
-    data="mnist",
-    rates=(0.0003, 0.001, 0.003),
-    width=240,
-    steps=1500,
-    batch=100,
-    points=8,
-)
+PAPER = Config(data="mnist", rates=(0.0003, 0.001, 0.003), width=240, steps=1500, batch=100, points=8)
 
 
 def cells(config: Config) -> list[harness.Cell]:

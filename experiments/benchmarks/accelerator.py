@@ -44,23 +44,14 @@ VOCABULARY = 64
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this benchmark.
+    """Options of this benchmark."""
 
-    Attributes:
-      blocks: of the transformer.
-      width: of a block, with 4 heads.
-      batch: sequences in a step.
-      length: of a sequence.
-      steps: of training.
-      limit: bytes that the largest batch may need on a device that names no limit.
-    """
-
-    blocks: int = 4
-    width: int = 32
-    batch: int = 8
-    length: int = 32
-    steps: int = 20
-    limit: int = 8_000_000
+    blocks: int = 4  # of the transformer.
+    width: int = 32  # of a block, with 4 heads.
+    batch: int = 8  # sequences in a step.
+    length: int = 32  # of a sequence.
+    steps: int = 20  # of training.
+    limit: int = 8_000_000  # bytes that the largest batch may need on a device that names no limit.
 
     def __post_init__(self) -> None:
         harness.require_least(self, blocks=1, batch=1, steps=1)

@@ -31,21 +31,13 @@ MODELS += ("deep MLP", "one scan", "scans in scans")
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this benchmark.
+    """Options of this benchmark."""
 
-    Attributes:
-      layers: of the MLP and of the transformers.
-      deep: layers of the deep MLP.
-      steps: of the RNN.
-      rounds: of compiling.
-      runs: of each compiled program.
-    """
-
-    layers: int = 2
-    deep: int = 4
-    steps: int = 32
-    rounds: int = 1
-    runs: int = 3
+    layers: int = 2  # of the MLP and of the transformers.
+    deep: int = 4  # layers of the deep MLP.
+    steps: int = 32  # of the RNN.
+    rounds: int = 1  # of compiling.
+    runs: int = 3  # of each compiled program.
 
 
 PAPER = Config(layers=6, deep=100, steps=784, runs=7)

@@ -49,21 +49,13 @@ ROLLOUT_METHODS = ("RP", "LR", "TP", "TP-CF", "decoupled", "decoupled-CF", "GS-L
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of the benchmark.
+    """Options of the benchmark."""
 
-    Attributes:
-      horizons: of the rollouts.
-      rounds: how often each rollout is timed.
-      nodes: lengths of the chains.
-      chain_rounds: how often each chain is timed.
-      policy_rounds: how often the policies are timed.
-    """
-
-    horizons: tuple[int, ...] = (50,)
-    rounds: int = 60
-    nodes: tuple[int, ...] = (1_000, 10_000, 100_000)
-    chain_rounds: int = 7
-    policy_rounds: int = 5
+    horizons: tuple[int, ...] = (50,)  # of the rollouts.
+    rounds: int = 60  # how often each rollout is timed.
+    nodes: tuple[int, ...] = (1_000, 10_000, 100_000)  # lengths of the chains.
+    chain_rounds: int = 7  # how often each chain is timed.
+    policy_rounds: int = 5  # how often the policies are timed.
 
 
 PAPER = Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=25)

@@ -51,15 +51,10 @@ RULES: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of the benchmark.
+    """Options of the benchmark."""
 
-    Attributes:
-      widths: of the hidden layers.
-      rounds: how often each program is timed.
-    """
-
-    widths: tuple[int, ...] = (64, 256, 1024)
-    rounds: int = 5
+    widths: tuple[int, ...] = (64, 256, 1024)  # of the hidden layers.
+    rounds: int = 5  # how often each program is timed.
 
 
 PAPER = Config(widths=(64, 128, 256, 512, 1024, 2048, 4096), rounds=15)

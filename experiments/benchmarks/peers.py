@@ -49,17 +49,11 @@ METHODS = ("surrogate", "TraceGraph_ELBO", "GenJAX", "ap.expectation", "ap.varia
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of the benchmark.
+    """Options of the benchmark."""
 
-    Attributes:
-      estimates: how many gradients each mean and variance is of.
-      samples: how many samples a gradient is the mean of.
-      rounds: how often each gradient is timed.
-    """
-
-    estimates: int = 2_000
-    samples: int = 16
-    rounds: int = 20
+    estimates: int = 2_000  # how many gradients each mean and variance is of.
+    samples: int = 16  # how many samples a gradient is the mean of.
+    rounds: int = 20  # how often each gradient is timed.
 
 
 PAPER = Config(estimates=10_000, rounds=300)

@@ -32,21 +32,13 @@ SINGLE = ("checkpoint each layer", "8 bits", "4 bits", "2 bits")
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this benchmark.
+    """Options of this benchmark."""
 
-    Attributes:
-      layers: of the MLP.
-      blocks: of the transformer.
-      batch: of the MLP.
-      draws: of each random gradient.
-      runs: of each compiled program.
-    """
-
-    layers: int = 5
-    blocks: int = 2
-    batch: int = 256
-    draws: int = 4
-    runs: int = 3
+    layers: int = 5  # of the MLP.
+    blocks: int = 2  # of the transformer.
+    batch: int = 256  # of the MLP.
+    draws: int = 4  # of each random gradient.
+    runs: int = 3  # of each compiled program.
 
 
 PAPER = Config(layers=17, blocks=6, batch=2048, draws=8, runs=9)

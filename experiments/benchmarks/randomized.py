@@ -31,21 +31,13 @@ LAYERED = ("checkpoint each", *RECURRENT)
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this benchmark.
+    """Options of this benchmark."""
 
-    Attributes:
-      layers: of the network.
-      width: of each.
-      batch: examples of the network.
-      side: of the RNN's images: side^2 steps.
-      rounds: of timing.
-    """
-
-    layers: int = 6
-    width: int = 128
-    batch: int = 256
-    side: int = 8
-    rounds: int = 5
+    layers: int = 6  # of the network.
+    width: int = 128  # of each.
+    batch: int = 256  # examples of the network.
+    side: int = 8  # of the RNN's images: side^2 steps.
+    rounds: int = 5  # of timing.
 
 
 PAPER = Config(layers=17, width=300, batch=2048, side=28, rounds=11)

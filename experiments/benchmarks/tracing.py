@@ -37,17 +37,11 @@ LOGARITHMS = ap.tracing.Semiring(
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
-    """Options of this experiment.
+    """Options of this experiment."""
 
-    Attributes:
-      semirings: what is timed, of the names here.
-      repeats: pairs of timings for each figure.
-      scale: of batch sizes and widths, for a quick look 0.25.
-    """
-
-    semirings: tuple[str, ...] = SEMIRINGS
-    repeats: int = 5
-    scale: float = 0.5
+    semirings: tuple[str, ...] = SEMIRINGS  # what is timed, of the names here.
+    repeats: int = 5  # pairs of timings for each figure.
+    scale: float = 0.5  # of batch sizes and widths, for a quick look 0.25.
 
     def __post_init__(self):
         harness.require_least(self, repeats=3)

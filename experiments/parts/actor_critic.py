@@ -25,19 +25,13 @@ GAMMA, LAMBDA, PASSES, BATCHES, RATE, FOLLOW = 0.99, 0.95, 16, 4, 1e-3, 0.8
 
 
 class System(NamedTuple):
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-      start: `(key, lanes) -> states`, (lanes, n).
-      step: `(policy, state, key) -> state`, of one lane, with its noise.
-      cost: states (..., n) to costs (...).
-      horizon: steps of an episode.
-    """
-
-    start: Callable[[jax.Array, int], jax.Array]
+    start: Callable[[jax.Array, int], jax.Array]  # `(key, lanes) -> states`, (lanes, n).
+    # `(policy, state, key) -> state`, of one lane, with its noise.
     step: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    cost: Callable[[jax.Array], jax.Array]
-    horizon: int
+    cost: Callable[[jax.Array], jax.Array]  # states (..., n) to costs (...).
+    horizon: int  # steps of an episode.
 
 
 def new_critic(key: jax.Array, inputs: int, units: int) -> list[tuple[jax.Array, jax.Array]]:

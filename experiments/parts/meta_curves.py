@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
@@ -49,6 +50,16 @@ class Config(harness.Config):
     def hint(self) -> dict[str, Any]:
         """The outer loss of the thesis, for `meta.inner_problem`: the sum of the losses before each step."""
         return {"hint": self.length, "held_out": 0.0, "hint_before": True}
+
+
+THESIS: dict[str, Any] = {"points": 100, "length": 100, "learning_rate": 1e-3, "rate": 1e-4}
+"""What the thesis's settings share."""
+
+
+def thesis_rule(config: Any, task: meta.Task, seed: int, **options: Any) -> mplp.Thesis:
+    """The thesis's rule at its start, for the task's network."""
+    sizes = {"hidden": config.hidden, "learning_rate": config.learning_rate}
+    return mplp.Thesis(sites(task), **sizes, rngs=nnx.Rngs(jax.random.key(seed)), **options)
 
 
 def sites(task: meta.Task) -> tuple[mplp.Site, ...]:

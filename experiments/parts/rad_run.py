@@ -67,27 +67,16 @@ def _optimizer(network: str, steps: int, rate: Any, decay: Any) -> optax.Gradien
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-      network: its name.
-      method: its name.
-      fraction: of the entries kept.
-      batch: examples of every method but the smaller batches.
-      steps: of training.
-      pair: learning rate and weight decay.
-      evaluations: how often train and test sets are looked at.
-      draws: of the noise, at each of them.
-    """
-
-    network: str
-    method: str
-    fraction: float
-    batch: int
-    steps: int
-    pair: tuple[float, ...]
-    evaluations: int
-    draws: int
+    network: str  # its name.
+    method: str  # its name.
+    fraction: float  # of the entries kept.
+    batch: int  # examples of every method but the smaller batches.
+    steps: int  # of training.
+    pair: tuple[float, ...]  # learning rate and weight decay.
+    evaluations: int  # how often train and test sets are looked at.
+    draws: int  # of the noise, at each of them.
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Examples of a batch, of images of a shape."""
