@@ -132,7 +132,8 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
     experiment = experiment or sys.modules["__main__"]
     name = name_of(experiment)
     config = _parse(experiment, sys.argv[1:] if argv is None else list(argv))
-    folder = _folder(name, config)
+    folder = config.out or Path("results") / f"{name}-{config.preset}"
+    config = dataclasses.replace(config, out=folder)
     cells = experiment.cells(config)
     paths = {path: cell for cell in cells for path in [folder / "cells" / f"{cell_name(cell)}.json"]}
     found = [path for path in paths if path.exists()]
@@ -165,7 +166,7 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
             stored[path] = {"result": result, "seconds": time.perf_counter() - start, "commit": commit}
             write_atomically(path, json.dumps(_plain(stored[path], path.stem)))
             stored[path] = _read(path, "result", "seconds")
-            checkpoint(name, config, cell).path.unlink(missing_ok=True)
+            checkpoint(config, cell).path.unlink(missing_ok=True)
         for leftover in () if config.only_report else (folder / "cells").glob(".*.*"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
     records = [(cell, stored[path]["result"]) for path, cell in paths.items() if path in stored]
@@ -251,14 +252,20 @@ def _names(state: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
 
-def checkpoint(name: str, config: Config, cell: Cell) -> Checkpoint:
-    """The checkpoint of a cell of the experiment with the given name."""
-    return Checkpoint(_folder(name, config) / "cells" / f"{cell_name(cell)}.npz")
+def checkpoint(config: Config, cell: Cell) -> Checkpoint:
+    """The checkpoint of a cell; the config is what `measure` is given, whose `out` is the run's folder."""
+    return Checkpoint(_files(config) / f"{cell_name(cell)}.npz")
 
 
-def finished(name: str, config: Config, cell: Cell) -> dict[str, Any]:
-    """The result of an earlier cell of the experiment with the given name, for a cell that builds on it."""
-    return _read(_folder(name, config) / "cells" / f"{cell_name(cell)}.json", "result")["result"]
+def finished(config: Config, cell: Cell) -> dict[str, Any]:
+    """The result of an earlier cell, for a cell that builds on it."""
+    return _read(_files(config) / f"{cell_name(cell)}.json", "result")["result"]
+
+
+def _files(config: Config) -> Path:
+    if config.out is None:
+        raise ValueError("cells have files in a run's folder: give config.out, as a run from the command line does")
+    return config.out / "cells"
 
 
 def grid(**axes: Iterable[Any]) -> list[Cell]:
@@ -321,10 +328,6 @@ def averaged(
     """The mean, or another centre, of the rows of values (n, points), with its 95 % bootstrap intervals as a band."""
     draws = (bootstrap(column, lambda v: centre(v, axis=-1), resamples, seed) for column in values.T)
     band(ax, x, centre(values, axis=0), *np.transpose([interval(drawn) for drawn in draws]), **style)
-
-
-def _folder(name: str, config: Config) -> Path:
-    return config.out or Path("results") / f"{name}-{config.preset}"
 
 
 def _read(path: Path, *names: str) -> dict[str, Any]:

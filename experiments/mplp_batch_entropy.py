@@ -52,7 +52,6 @@ from apgrad import meta
 from experiments import harness
 from experiments.parts import meta_curves
 
-NAME = "mplp_batch_entropy"
 PARTIAL = True
 HELD_OUT = 200  # images
 ARMS = {
@@ -188,7 +187,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         return np.array([values[-1, 0], *values[:, 1:].mean(axis=0)])
 
     rule = new_rule(config, cell)
-    found = meta_curves.judged_cell(NAME, config, cell, outer, optimizer, rule, judge, cell["seed"])
+    found = meta_curves.judged_cell(config, cell, outer, optimizer, rule, judge, cell["seed"])
     recorded = {name: column.tolist() for name, column in zip(RECORDED, found.judgements.T, strict=True)}
     return recorded | {"inner": record(found.best.rule)[:, 0].tolist(), "skipped": found.skipped}
 

@@ -31,7 +31,6 @@ from apgrad import meta
 from experiments import harness
 from experiments.parts import meta_curves
 
-NAME = "mplp_dynamics"
 PARTIAL = True
 BASELINES = {"Adam": (optax.adam, (0.01, 0.03, 0.1, 0.3)), "SGD": (optax.sgd, (0.003, 0.01, 0.03, 0.1, 0.3))}
 
@@ -103,7 +102,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     outer, optimizer, evaluate = _shared(config)
     judge = lambda theta: np.array([meta_curves.total_loss(evaluate(theta.rule)) / config.length])
     rule = new_rule(config, cell)
-    found = meta_curves.judged_cell(NAME, config, cell, outer, optimizer, rule, judge, cell["seed"])
+    found = meta_curves.judged_cell(config, cell, outer, optimizer, rule, judge, cell["seed"])
     losses = [float(loss) / config.segment for loss in found.losses]
     return {"judged": found.judgements[:, 0].tolist(), "losses": losses, "skipped": found.skipped}
 

@@ -49,7 +49,6 @@ from experiments import harness, mplp_published
 from experiments.meta_train import step_function
 from experiments.parts import meta_curves
 
-NAME = "mplp_from_random"
 PARTIAL = True
 POOLS = {"sinusoid": 128, "mnist": 16}
 RATES: dict[str, meta_curves.Baselines] = {
@@ -195,8 +194,7 @@ def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> t
     steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
     options = {"objective": config.objective, "gradient": config.gradient}
     outer, optimizer, rule = training(study, task, seed, config.max_scale or None, **options)
-    folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
-    return meta_curves.train(outer, optimizer, rule, seed, steps, 100, folder)[:2]
+    return meta_curves.train(outer, optimizer, rule, seed, steps, 100, harness.checkpoint(config, cell))[:2]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

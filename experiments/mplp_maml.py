@@ -33,7 +33,6 @@ from apgrad import meta, mplp
 from experiments import convert_published, harness, mplp_published
 from experiments.parts import meta_curves
 
-NAME = "mplp_maml"
 PARTIAL = True
 STEPS = 2
 POINTS = 50  # of an outer curve
@@ -99,8 +98,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     else:
         learner, outer, theta = outer_gradient(config, cell["method"], seed)
         optimizer = optax.chain(meta.normalize_tensors(), optax.adam(config.rate))
-        folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
-        theta, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, POINTS, folder)
+        place = harness.checkpoint(config, cell)
+        theta, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, POINTS, place)
     evaluate = meta_curves.evaluation(task, learner, 1, config.runs, STEPS)
     prior, random = (evaluate(theta.learner, start).tolist() for start in (theta.prior, None))
     example = meta_curves.example(task, learner, theta.learner, STEPS, theta.prior)

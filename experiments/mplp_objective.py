@@ -33,7 +33,6 @@ from apgrad import meta, mplp
 from experiments import harness, mplp_from_random, mplp_published
 from experiments.parts import meta_curves
 
-NAME = "mplp_objective"
 PARTIAL = True
 OBJECTIVES: tuple[mplp_from_random.Objective, ...] = get_args(mplp_from_random.Objective)
 Start = Literal["random", "published"]
@@ -71,8 +70,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         rule: Any = mplp.load_published(path, meta_curves.sites(task))
     else:
         rule = mplp_from_random.new_rule("mnist", task, seed, None)
-    folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
-    trained, losses, skipped = meta_curves.train(outer, optimizer, rule, seed, config.steps, 20, folder)
+    place = harness.checkpoint(config, cell)
+    trained, losses, skipped = meta_curves.train(outer, optimizer, rule, seed, config.steps, 20, place)
     judged = meta_curves.evaluation(
         test := mplp_from_random.task_of("mnist", judged=True, transfer=config.network),
         meta.message_passing(test.network),

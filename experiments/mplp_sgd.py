@@ -33,7 +33,6 @@ from apgrad import meta, mplp
 from experiments import harness
 from experiments.parts import meta_curves
 
-NAME = "mplp_sgd"
 # Name, the network's key, labels of the two inputs, gradient descent's function.
 SURFACES = {
     "f": ("dense/f", ("m", "x"), lambda m, x: m * x),
@@ -94,7 +93,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     learner, outer = outer_gradient(config)
     evaluate = meta_curves.evaluation(task, learner, 0, config.judged, config.length)
     adam, judge = meta_curves.thesis_adam(config.rate), lambda rule: np.array([meta_curves.total_loss(evaluate(rule))])
-    found = meta_curves.judged_cell(NAME, config, cell, outer, adam, new_rule(config, seed), judge, seed)
+    found = meta_curves.judged_cell(config, cell, outer, adam, new_rule(config, seed), judge, seed)
     ranges = visited_ranges(config, found.best, jax.random.key(seed))
     return {
         "eval": evaluate(found.best).tolist(),

@@ -25,7 +25,6 @@ from apgrad import meta, mplp
 from experiments import harness, mplp_from_random
 from experiments.parts import meta_curves
 
-NAME = "mplp_sinusoid"
 PARTIAL = True
 STEPS = mplp_from_random.STEPS["sinusoid"]
 BASELINES = mplp_from_random.RATES["sinusoid"]
@@ -89,7 +88,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         found = meta_curves.statistics(evaluate(rule))
         return np.array([found["mean"], found["standard_error"]])
 
-    found = meta_curves.judged_cell(NAME, config, cell, outer, optimizer, rule, judge, cell["seed"])
+    found = meta_curves.judged_cell(config, cell, outer, optimizer, rule, judge, cell["seed"])
     return {"judged": found.judgements.tolist(), "losses": found.losses.tolist(), "skipped": found.skipped}
 
 

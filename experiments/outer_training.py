@@ -46,7 +46,6 @@ from apgrad import meta
 from experiments import harness
 from experiments.parts import influence_balancing, meta_curves
 
-NAME = "outer_training"
 PARTIAL = True
 DECAYS, HIDDEN = (0.5, 0.9, 0.98), 16
 STARTS = {"tame": 0.01, "chaotic": 1.5}  # learning rates
@@ -283,7 +282,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         return np.array([np.mean(losses), *losses, taken])
 
     training = many(outer, which), optimizers(rates), theta, seed, points * steps, points
-    found = meta_curves.judged_training(*training, judgement, harness.checkpoint(NAME, config, cell))
+    found = meta_curves.judged_training(*training, judgement, harness.checkpoint(config, cell))
     curves = found.judgements[:, 1:-1].T.reshape(len(bed.starts), len(config.rates), config.seeds, -1)
     result: dict[str, Any] = {
         "curves": {start: c.tolist() for start, c in zip(bed.starts, curves, strict=True)},

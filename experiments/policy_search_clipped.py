@@ -90,7 +90,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
         def at_the_end(rate):
             tuning = {"task": cell["task"], "method": cell["method"], "rate": rate, "group": "tuning"}
-            costs = np.array(harness.finished("policy_search_clipped", config, tuning)["costs"])
+            costs = np.array(harness.finished(config, tuning)["costs"])
             return np.where(np.isfinite(costs), costs, np.inf)[:, _last(config.steps)].mean()
 
         rate = min(config.rates, key=at_the_end)

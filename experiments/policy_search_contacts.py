@@ -39,7 +39,6 @@ from experiments.parts import actor_critic, puck
 from experiments.policy_search import CLIP, SEGMENT, Learning
 from experiments.policy_search_clipped import METHODS as CLIPPED
 
-NAME = "policy_search_contacts"
 PARTIAL = True
 EVERY = 5  # steps from one evaluation to the next
 SHAC, EXPLOSION = "SHAC", "explosion"
@@ -159,7 +158,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
         def at_the_end(rate):
             tuned = {"method": cell["method"], "rate": rate, "group": "tuning"}
-            return _finite(harness.finished(NAME, config, tuned)["costs"])[:, _last(config)].mean()
+            return _finite(harness.finished(config, tuned)["costs"])[:, _last(config)].mean()
 
         rate = min(config.rates, key=at_the_end)
     init, advance = _advance(cell["method"], config.units, config.horizon, config.lanes)

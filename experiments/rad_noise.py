@@ -138,7 +138,7 @@ def trained(config: Config, steps: int) -> tuple[Any, list[np.ndarray]]:
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state
 
-    checkpoint = harness.checkpoint("rad_noise", config, {"trained": steps})
+    checkpoint = harness.checkpoint(config, {"trained": steps})
     state = (params, optimizer.init(params), [np.zeros(0)] * len(params), np.zeros((), np.int32))
     params, moments, full, done = checkpoint.load(state)
     for i in range(int(done), steps):

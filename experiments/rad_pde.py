@@ -169,7 +169,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     state = (theta, optimizer.init(theta), np.zeros(0))
     # The checkpoint's training would be that of fraction 1.
     iterations = 1 if cell["fraction"] == "checkpoint" else config.iterations
-    checkpoint = harness.checkpoint("rad_pde", config, cell)
+    checkpoint = harness.checkpoint(config, cell)
     state = checkpoint.load(state)
     while len(state[2]) < iterations:
         now, moments, curve = state

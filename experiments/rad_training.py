@@ -126,11 +126,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     pair = TUNED.get(network, {}).get(_tuned_as(method), TUNED.get(network, {}).get("baseline", (1e-4, 0.0)))
     if _is_searched(config, network):
         search = {"network": network, "search": _tuned_as(method)}
-        pair = harness.finished("rad_training", config, search)["chosen"]
+        pair = harness.finished(config, search)["chosen"]
     start = jax.random.key(int(rng.integers(2**31)))
     run = _run(config, network, method, steps, tuple(pair))
     sets = (data.x_train[boot], data.y_train[boot], data.x_test, data.y_test)
-    result = run.train(start, jax.random.key(seed), sets, harness.checkpoint("rad_training", config, cell))
+    result = run.train(start, jax.random.key(seed), sets, harness.checkpoint(config, cell))
     shape = data.x_train.shape[1:]
     return {
         **result,
@@ -154,7 +154,7 @@ def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[
     drawn = 10 ** rng.uniform([-6, -7], [-2, -3], size=(config.pairs, 2))
     tuned = TUNED[network]
     pairs = [tuple(map(float, pair)) for pair in drawn] + [tuned.get(method, tuned["baseline"])]
-    checkpoint = harness.checkpoint("rad_training", config, cell)
+    checkpoint = harness.checkpoint(config, cell)
     (scores,) = checkpoint.load((np.zeros(0),))
 
     def score(pair, steps):

@@ -91,7 +91,6 @@ class Config(harness.Config):
     points: int = 4  # how often the angles are measured.
 
 
-NAME = "ways_back"
 PARTIAL = True
 PAPER = Config(data="mnist", rates=(0.0003, 0.001, 0.003), width=240, steps=1500, batch=100, points=8)
 
@@ -265,7 +264,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     description, (x, y, *rest) = images(config)
     rate = cell["rate"]
     if rate == "best":
-        tuned = lambda rate: harness.finished(NAME, config, {**cell, "rate": rate, "trial": 0})["held_out"]
+        tuned = lambda rate: harness.finished(config, {**cell, "rate": rate, "trial": 0})["held_out"]
         rate = max(config.rates, key=tuned)
     f = compiled(config, cell["rule"], cell["network"])
     keys = jax.random.split(jax.random.key(harness.cell_seed(config.seed, {"trial": cell["trial"]})), 3)

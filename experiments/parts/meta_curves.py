@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -87,13 +86,13 @@ def thesis_adam(rate: float = 1e-3) -> optax.GradientTransformation:
 
 
 def train(
-    outer: meta.OuterGradient, optimizer: Any, theta: Any, seed: int, steps: int, points: int, folder: Path
+    outer: meta.OuterGradient, optimizer: Any, theta: Any, seed: int, steps: int, points: int, place: harness.Checkpoint
 ) -> tuple[Any, list[float], int]:
     """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped.
 
     The training goes on where it was killed; a hundredth of it may be lost, or 50 steps. The harness knows its code.
     """
-    key, every = jax.random.key(seed), max(50, steps // 100)
+    key, every, folder = jax.random.key(seed), max(50, steps // 100), place.path.with_suffix("")
     done = meta.train(outer, optimizer, theta, key, steps, folder=folder, version="1", every=every, progress=False)
     losses = np.atleast_1d(np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"])
     stretches = np.array_split(losses, min(points, len(losses)))
@@ -171,10 +170,10 @@ def _compiled(outer, optimizer, every):
 
 
 def judged_cell(
-    name: str, config: Any, cell: harness.Cell, outer: Any, optimizer: Any, theta: Any, judge: Any, seed: int
+    config: Any, cell: harness.Cell, outer: Any, optimizer: Any, theta: Any, judge: Any, seed: int
 ) -> Judged:
     """`judged_training` of a cell, which goes on from the cell's checkpoint; the config has `steps` and `points`."""
-    checkpoint = harness.checkpoint(name, config, cell)
+    checkpoint = harness.checkpoint(config, cell)
     return judged_training(outer, optimizer, theta, seed, config.steps, config.points, judge, checkpoint)
 
 
