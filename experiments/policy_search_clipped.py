@@ -30,6 +30,7 @@ from experiments.policy_search import METHODS as PLAIN, TASKS, first_success
 PARTIAL = True
 EVERY = 20  # steps from one evaluation to the next
 ROUNDS = 5  # of the measurement of time
+ASTRAY = 0.01  # the share of lanes at the other fixed point from which on a policy counts as one that leaves some there
 METHODS = {
     "RP": PLAIN["RP"],
     "RP, short": PLAIN["RP, short"],
@@ -135,8 +136,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"success": float(np.isfinite(success).mean())}
             after = costs[:, _last(config.long)].mean(1)
             row |= {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))}
-            astray = np.concatenate([np.array(mine[name, g]["astray"]) for g in groups])
-            row |= {"astray_long": float(astray[:, _last(config.long)].mean())}
+            astray = np.concatenate([np.array(mine[name, g]["astray"]) for g in groups])[:, _last(config.long)].mean(1)
+            row |= {"astray_long": float(astray.mean()), "seeds_astray": int(np.sum(astray >= ASTRAY))}
             if took:
                 row |= {"seconds_over_RP": took[name] / took["RP"]}
                 for which, steps in (("cost", config.steps), ("cost_long", config.long)):
