@@ -42,6 +42,11 @@ def widened(tree: Any) -> list[jax.Array]:
     return [x.astype(dtype) for x in leaves]
 
 
+def real_dtype(tree: Any) -> Any:
+    """The widest real dtype of a pytree's arrays and float32, in which their lengths are taken."""
+    return np.result_type(np.float32, *(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)))
+
+
 def largest(sizes: list[jax.Array]) -> jax.Array:
     """The largest of n arrays of sizes, element by element.
 

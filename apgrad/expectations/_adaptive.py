@@ -28,15 +28,8 @@ import numpy as np
 from apgrad._ground.arguments import whole
 from apgrad._ground.keys import require_key
 from apgrad._programs.jaxprs import place
+from apgrad.expectations import _expectation as objectives
 from apgrad.expectations._channels import ROW, visits
-from apgrad.expectations._expectation import (
-    argument_numbers,
-    make_plan,
-    refuse_nan,
-    require_differentiable,
-    require_program,
-    run_program,
-)
 from apgrad.expectations._ledger import Ledger, TapePlan, differs
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import CELLS
@@ -130,17 +123,17 @@ def adaptive(
     """
     cells = CELLS if by_state else 1
     window = whole("window, a number of calls,", window)
-    lanes, lengths = require_program(program, lanes), np.array([max(1, window // SHORTER), window], np.int32)
-    several, numbers = argument_numbers(argnums)
+    lanes, lengths = objectives.require_program(program, lanes), np.array([max(1, window // SHORTER), window], np.int32)
+    several, numbers = objectives.argument_numbers(argnums)
 
     def differentiate(key, state, args, kwargs):
         key = require_key("the first argument", key)
-        require_differentiable(argnums, args)
+        objectives.require_differentiable(argnums, args)
 
         def run(*args):
             return lambda tape: program(tape, *args, **kwargs)
 
-        plan, counted = make_plan(run(*args), TapePlan(lanes, sites=(), cells=cells), has_aux, key)
+        plan, counted = objectives.make_plan(run(*args), TapePlan(lanes, sites=(), cells=cells), has_aux, key)
         slots = sum(plan.sites or ())
         if not slots:
             trouble = f"{counted.sites[0]} is never visited" if counted.sites else "no node of the program has a mixer"
@@ -154,10 +147,11 @@ def adaptive(
 
         def objective(chosen, rows, given):
             inputs, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
-            tape, aux = run_program(run(*inputs), ledger, plan, has_aux, key, {**given, sent: rows})
+            tape, aux = objectives.run_program(run(*inputs), ledger, plan, has_aux, key, {**given, sent: rows})
             if ledger.sites != counted.sites:
                 raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
-            return jnp.mean(refuse_nan(tape._total, (inputs, kwargs)) if check_nan else tape._total), aux
+            total = tape._total
+            return jnp.mean(objectives.refuse_nan(total, (inputs, kwargs)) if check_nan else total), aux
 
         def once(given):
             zeros = jnp.zeros(sent.shape, plan.dtype)

@@ -17,7 +17,6 @@ no objective. The bias does not fall with more lanes. It is largest where few la
 and is cut to T. One with NaN has no direction, and passes as it is.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._ground.arguments import meets
-from apgrad._ground.norms import largest
+from apgrad._ground.norms import largest, real_dtype
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _channels as channels
@@ -78,7 +77,7 @@ def clip_lanes(
     require_tape(what, tape)
     tape._require_current(what)
     require_lanes(what, tape.lanes, x)
-    if tape.lanes < 2 * channels.folds(tape):
+    if tape.lanes < 2 * tape._plan.folds:
         raise ValueError(
             f"{what} compares lanes with each other, and needs at least 2, got lanes={tape.lanes}. Use more lanes, or "
             "clip the gradient by its norm, as optax.clip_by_global_norm does."
@@ -94,10 +93,9 @@ def clip_lanes(
         raise ValueError(f"{what}: with parts=True all arrays start with the same axes, {shape}")
     living = require_mask(what, jnp.ones(shape[:1], bool) if mask is None else mask, shape)
     living = jnp.broadcast_to(living, shape)
-    dtype = functools.reduce(np.promote_types, [jnp.finfo(leaf.dtype).dtype for leaf in floats], np.dtype("float32"))
-    log_factor = jnp.log(lax.stop_gradient(jnp.asarray(factor, dtype)))
+    log_factor = jnp.log(lax.stop_gradient(jnp.asarray(factor, real_dtype(floats))))
     counts = jnp.zeros(2) if counts is None else counts
-    return tape._follow(), _clip(x, counts, living, log_factor, Static(channels.folds(tape))) if floats else x
+    return tape._follow(), _clip(x, counts, living, log_factor, Static(tape._plan.folds)) if floats else x
 
 
 def _backward(memory, message):

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import meets, number
-from apgrad._ground.norms import largest
+from apgrad._ground.norms import largest, real_dtype
 from apgrad.expectations._adaptive import Adaptive, require_state
 from apgrad.expectations._lanes import over
 
@@ -130,7 +130,7 @@ def multilevel(
 
     def init(key, *args):
         _, _, scaled, *rest = differences(key, args)
-        zeros = jnp.zeros(len(levels) - 1, _real(scaled))
+        zeros = jnp.zeros(len(levels) - 1, real_dtype(scaled))
         empty = MultilevelState(jax.tree.map(jnp.zeros_like, scaled), zeros, zeros, zeros + jnp.inf)
         return advance(empty, scaled, *rest)[1]
 
@@ -147,16 +147,9 @@ def multilevel(
     return Adaptive(init, step)
 
 
-def _real(tree):
-    return functools.reduce(
-        np.promote_types, [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)], np.dtype("float32")
-    )
-
-
 def _wide(tree):
     """All arrays in one precision, the widest of theirs and float32: they are scaled by a length that is common."""
-    real = _real(tree)
-    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real)), tree)
+    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real_dtype(tree))), tree)
 
 
 def _rows(x):
@@ -166,4 +159,4 @@ def _rows(x):
 def _dot(a, b):
     dot = functools.partial(jnp.vdot, precision="highest")
     each = lambda x, y: jax.vmap(dot)(_rows(x), _rows(y)).real
-    return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), _real(a)))
+    return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), real_dtype(a)))

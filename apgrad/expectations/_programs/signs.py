@@ -56,7 +56,7 @@ def _hash(x):
 
 def of_steps(signs: Any, length: int) -> Any:
     """What differs from step to step in tensors of arrays that are stacked over the steps; see `of_step`."""
-    if signs is None or not isinstance(signs, Factors):
+    if not isinstance(signs, Factors):
         return None if signs is None else jnp.moveaxis(signs, 1, 0)
     lead = signs.axes[0]
     return jnp.broadcast_to(signs.scale, (length, NUMBER)) * (1 if lead is None else lead.T)

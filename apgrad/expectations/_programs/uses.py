@@ -191,22 +191,19 @@ class _Expose(_Walk):
 
     def use(self, function, values, eqn=None):
         outputs = function(*(value.array for value in values))
-        chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
-        self.operands.append([value.array for value in values if value.kind == ValueKind.LANE])
-        self.made.append([outputs[i] for i in chosen])
-        if self.ports is None:
-            return outputs
-        return place([outputs[i] + p for i, p in zip(chosen, next(self.ports), strict=True)], chosen, outputs)
+        return self._with_ports(outputs, [value.array for value in values if value.kind == ValueKind.LANE])
 
     def blocked(self, function, values, eqn):
         outputs = function(*(lax.stop_gradient(value.array) for value in values))
+        return self._with_ports(outputs, [x for x in outputs if is_inexact(x)], _without_message)
+
+    def _with_ports(self, outputs, operands, then=lambda x: x):
         chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
-        self.operands.append([outputs[i] for i in chosen])
-        self.made.append(self.operands[-1])
+        self.operands.append(operands)
+        self.made.append([outputs[i] for i in chosen])
         if self.ports is None:
             return outputs
-        ports = zip(chosen, next(self.ports), strict=True)
-        return place([_without_message(outputs[i] + p) for i, p in ports], chosen, outputs)
+        return place([then(outputs[i] + p) for i, p in zip(chosen, next(self.ports), strict=True)], chosen, outputs)
 
     def loop(self, inside, program, inputs, moving, carry, xs):
         def body(state, x):

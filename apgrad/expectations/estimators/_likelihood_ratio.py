@@ -43,15 +43,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       1.0
     """
     require_baseline("likelihood_ratio", baseline, biased=True)
-
-    standardized = is_standardized(baseline)
-    return Estimator(
-        "likelihood_ratio",
-        score=functools.partial(distributions.score, "likelihood_ratio"),
-        baseline=baseline,
-        bias="yes" if standardized else "none",
-        assumptions="The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
-        if standardized
-        else "No outcome is impossible; a baseline function looks at nothing that the choice decides.",
-        every_order=True,
-    )
+    score, bias = functools.partial(distributions.score, "likelihood_ratio"), "none"
+    assumptions = "No outcome is impossible; a baseline function looks at nothing that the choice decides."
+    if is_standardized(baseline):
+        bias = "yes"
+        assumptions = "The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
+    return Estimator("likelihood_ratio", None, score, baseline, bias, assumptions, every_order=True)

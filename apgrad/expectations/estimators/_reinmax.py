@@ -60,10 +60,6 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
         smooth = 2 * made.squash(start + zero_with_gradient(logits)) - made.squash(logits) / 2
         return sample + zero_with_gradient(smooth).astype(sample.dtype)
 
-    return Estimator(
-        "reinmax",
-        pathwise,
-        bias="yes",
-        assumptions="Slopes at both ends stand in for differences of costs; right, at temperature 1, where the cost is "
-        "quadratic in the sample of a single choice.",
-    )
+    exact = "right, at temperature 1, where the cost is quadratic in the sample of a single choice."
+    assumptions = f"Slopes at both ends stand in for differences of costs; {exact}"
+    return Estimator("reinmax", pathwise, bias="yes", assumptions=assumptions)

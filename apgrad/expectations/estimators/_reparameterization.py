@@ -31,10 +31,6 @@ def reparameterization() -> Estimator:
       >>> float(jax.jit(ap.grad(program, lanes=100_000))(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
       5.0
     """
-    return Estimator(
-        "reparameterization",
-        functools.partial(distributions.pathwise_sample, "reparameterization"),
-        bias="none",
-        assumptions="Costs are continuous in the sample, and differentiable almost everywhere.",
-        every_order=True,
-    )
+    pathwise = functools.partial(distributions.pathwise_sample, "reparameterization")
+    assumptions = "Costs are continuous in the sample, and differentiable almost everywhere."
+    return Estimator("reparameterization", pathwise, bias="none", assumptions=assumptions, every_order=True)

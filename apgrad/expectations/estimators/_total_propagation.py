@@ -41,11 +41,6 @@ def total_propagation(
       4.0
     """
     require_baseline("total_propagation", baseline)
-    return Mixer(
-        "total_propagation",
-        (reparameterization(), likelihood_ratio(baseline)),
-        weights or weighing.decoupled(),
-        target,
-        bias="unless cross-fitted",
-        assumptions="The assumptions of reparameterization and of the likelihood ratio; no lane acts on another one.",
-    )
+    estimators, mixed = (reparameterization(), likelihood_ratio(baseline)), weights or weighing.decoupled()
+    assumptions = "The assumptions of reparameterization and of the likelihood ratio; no lane acts on another one."
+    return Mixer("total_propagation", estimators, mixed, target, "unless cross-fitted", assumptions)

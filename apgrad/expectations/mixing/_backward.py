@@ -29,7 +29,6 @@ from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, nested, place, trace
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold, over
-from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import cells
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments
@@ -125,31 +124,22 @@ def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros
         back = pullback(place(mixed, floating, nothing))
         return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, back)
 
-    alike = _alike(pull, to_x.own, to_zeros)
-    whole = _whole(node.what, node.mixer.weights.message, node.folds, by_stream, floating) if alike else None
-    return _coordinates(node.what, node.mixer.weights.message, node.folds, by_stream, floating, finish, whole, alike)
+    alike, weighting = _alike(pull, to_x.own, to_zeros), node.mixer.weights.message
+    return _coordinates(node.what, weighting, node.folds, by_stream, floating, finish, alike, alike)
 
 
 def of_batch(
-    what: str,
-    mixer: Mixer,
-    folds: int,
-    led: tuple[bool, ...],
-    pull: Callable[..., Any],
-    to_x: Streams,
-    to_zeros: list[jax.Array],
+    what: str, weighting: Weighting, folds: int, led: tuple[bool, ...], pull: Any, to_x: Streams, to_zeros: list[Any]
 ) -> WayBack:
     """The way back in `ap.sample`; the arrays that have the lanes first, `led`, are weighed coordinate by coordinate.
 
     `pull(to_x, to_zeros, weights=None)` has for each estimator a list with its message to each array of parameters, or
     None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back.
     """
-    lanes, weighting = len(to_x.own), mixer.weights.message
+    lanes = len(to_x.own)
     by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, folds)
     chosen = [i for i, flag in enumerate(led) if flag]
     shared = [i for i, flag in enumerate(led) if not flag and by_stream.own[0][i] is not None]
-    alike = _alike(pull, to_x.own, to_zeros)
-    whole = _whole(what, weighting, folds, by_stream, chosen) if shared or alike else None
 
     def finish(mixed, weights, to_x, _):
         found = place(mixed, chosen, [None] * len(led))
@@ -160,7 +150,8 @@ def of_batch(
             found = place([add(answer[i] for answer in each) for i in shared], shared, found)
         return None, found
 
-    return _coordinates(what, weighting, folds, by_stream, chosen, finish, whole, alike)
+    alike = _alike(pull, to_x.own, to_zeros)
+    return _coordinates(what, weighting, folds, by_stream, chosen, finish, alike, alike or shared)
 
 
 def _alike(pull, to_x, to_zeros):
@@ -173,27 +164,24 @@ def _alike(pull, to_x, to_zeros):
     return any(other != first for other in others)
 
 
-def _whole(what, weighting, folds, by_stream, chosen):
-    rows = [jnp.concatenate([_rows(answer[i]) for i in chosen], 1) for answer in by_stream.own]
-    return weigh(what, weighting, jnp.stack([fold(row, folds) for row in rows], axis=1))
-
-
 def _in_streams(pull, to_x, folds):
     own = pull(to_x.own)
     return Streams(own, own if folds == 1 else pull(to_x.output))
 
 
-def _coordinates(what, weighting, folds, by_stream, chosen, finish, whole, alike):
-    """Weights for each coordinate of the chosen arrays, or the whole's for all, which `finish` gets last."""
+def _coordinates(what, weighting, folds, by_stream, chosen, finish, alike, wants_whole):
+    """Weights for each coordinate of the chosen arrays, or if alike the whole's for all, which `finish` gets last."""
+    rows = [[_rows(answer[i]) for i in chosen] for answer in by_stream.own]
+    in_folds = lambda rows: jnp.stack([fold(row, folds) for row in rows], axis=1)  # (folds, estimators, lanes, size)
+    whole = weigh(what, weighting, in_folds([jnp.concatenate(row, 1) for row in rows])) if wants_whole else None
 
-    def weigh_array(gradients):
-        features = jnp.stack([fold(_rows(g), folds) for g in gradients], axis=1)  # (folds, estimators, lanes, size)
+    def weigh_array(features):
         if not features.shape[-1]:
             return features[:, :, 0]
         return jax.vmap(lambda column: weigh(what, weighting, column[..., None]), 3, 2)(features)
 
     def weigh_all(gathered):
-        weights = [whole if alike else weigh_array([answer[i] for answer in by_stream.own]) for i in chosen]
+        weights = [whole if alike else weigh_array(in_folds(array)) for array in zip(*rows, strict=True)]
         return (weights, whole), gathered
 
     answers = Streams(*([([answer[i] for i in chosen], None) for answer in stream] for stream in by_stream))

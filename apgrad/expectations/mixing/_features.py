@@ -8,15 +8,14 @@ Where they have not, the gradient of the arrays closed over stands behind that o
 the same bound.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from apgrad._ground.messages import Static
+from apgrad._ground.norms import real_dtype
 from apgrad._programs.jaxprs import is_inexact, place, trace
 from apgrad.expectations._channels import Visit
 from apgrad.expectations._programs import uses
@@ -77,10 +76,11 @@ class ToArguments(NamedTuple):
     of_shared: bool  # whether the target is shared by the lanes; else it is the lanes' own arguments
 
 
-def to_arguments(
-    traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[Any], bool]]
-) -> ToArguments:
-    """Takes sets of messages to a node's distributions back to its arguments, with features where wanted."""
+Sent = tuple[list[Any], bool]  # one estimator's messages to the distributions' arrays, and whether features are wanted
+
+
+def to_arguments(traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[Sent]) -> ToArguments:
+    """Takes sets of messages to a node's distributions back to its arguments."""
     shared, structure = jax.tree.flatten(memory.shared)
     perturbed = memory.perturbed.value
     lane, arguments = jax.tree.leaves(memory.lane), len(memory.shared[0])
@@ -171,7 +171,7 @@ def _size(arrays):
 def _row(arrays):
     """The real numbers of some arrays in a row, float32 or wider; an empty row without arrays."""
     real = [part for x in arrays for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
-    dtype = functools.reduce(np.promote_types, [x.dtype for x in real], np.dtype(np.float32))
+    dtype = real_dtype(real)
     return jnp.concatenate([jnp.zeros(0, dtype)] + [x.reshape(-1).astype(dtype) for x in real])
 
 

@@ -22,15 +22,7 @@ from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
-from apgrad.expectations.mixing._backward import (
-    Gathered,
-    by_arguments,
-    by_coordinates,
-    led_by_lanes,
-    mixed,
-    of_batch,
-    times,
-)
+from apgrad.expectations.mixing import _backward as ways
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, suffix_width
 from apgrad.expectations.weights import Weighting, Weights, decoupled
 
@@ -68,7 +60,7 @@ def draw_by_mixer(
         return converted(shared[0], lane, *shared[1])
 
     # The functions of the node hold what they need of the tape: the program is traced twice, each time with another.
-    traced = TracedNode(mixer, what, build, channels.folds(tape))
+    traced = TracedNode(mixer, what, build, tape._plan.folds)
     tape, visit = channels.visit(tape, what)
 
     def forward(shared, lane, keys, seed, visit, gathered, perturbed):
@@ -83,8 +75,8 @@ def draw_by_mixer(
         shared = lane = None
         if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
             streams = both_streams(to_x, traced.folds)
-            way = (by_arguments if at_arguments else by_coordinates)(traced, memory, streams, to_zeros)
-            shared, both, gathered = mixed(way, traced.folds, streams, gathered)
+            way = (ways.by_arguments if at_arguments else ways.by_coordinates)(traced, memory, streams, to_zeros)
+            shared, both, gathered = ways.mixed(way, traced.folds, streams, gathered)
             lane = at_hand(both, traced.folds)
         return shared, lane, None, None, None, gathered
 
@@ -96,12 +88,12 @@ def draw_by_mixer(
         ports["suffix"] = Port(f"gathered by {name}", (tape.lanes, suffix_width(floating)))
     if visit is not None:
         ports["rows"] = channels.visits(tape._plan).rows
-    gathered = Gathered(**{key: channels.request(tape, asked, what) for key, asked in ports.items()})
+    gathered = ways.Gathered(**{key: channels.request(tape, asked, what) for key, asked in ports.items()})
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
         (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, gathered
     )
-    for key, asked in ports.items():
-        tape = channels.put(tape, asked, getattr(gathered, key), what)
+    if tape._ports:  # not yet in the first trace
+        tape = tape._follow(ports=tape._ports | {asked: getattr(gathered, key) for key, asked in ports.items()})
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
@@ -109,13 +101,13 @@ def draw_batch_by_mixer(
     tape: Tape, mixer: Mixer, what: str, distribution: Any, key: jax.Array
 ) -> tuple[Tape, jax.Array, list[Charge]]:
     _require_mixer(mixer, what, tape, by_coordinates=True)
-    lanes, folds = tape.lanes, channels.folds(tape)
+    lanes, folds = tape.lanes, tape._plan.folds
     structure = jax.tree.structure(distribution)
 
     def forward(distribution, key):
         (x, zeros), pull = _surrogates(mixer, distribution, key)
         shape = jnp.shape(x)
-        led = led_by_lanes(distribution, lanes, shape)
+        led = ways.led_by_lanes(distribution, lanes, shape)
         if not any(led):
             shapes = [jnp.shape(p) for p in jax.tree.leaves(distribution)]
             raise ValueError(
@@ -129,8 +121,8 @@ def draw_batch_by_mixer(
         pull, led = memory
         to_x, to_zeros = message
         streams = both_streams(to_x, folds)
-        way = of_batch(what, mixer, folds, led.value, pull, streams, to_zeros)
-        _, both, _ = mixed(way, folds, streams, Gathered())
+        way = ways.of_batch(what, mixer.weights.message, folds, led.value, pull, streams, to_zeros)
+        _, both, _ = ways.mixed(way, folds, streams, ways.Gathered())
         return jax.tree.unflatten(structure, at_hand(both, folds)), None
 
     x, zeros = _mixer_node(mixer, forward, backward)(distribution, key)
@@ -169,7 +161,7 @@ def _pull(own_zero, pullbacks, to_x, to_zeros, weights=None):
     for e, (pullback, number) in enumerate(zip(pullbacks, own_zero.value, strict=True)):
         message = (to_x, None if number is None else to_zeros[number])
         if weights is not None:
-            message = jax.tree.map(lambda m, w=weights[e]: times(w, m), message)
+            message = jax.tree.map(lambda m, w=weights[e]: ways.times(w, m), message)
         leaves = jax.tree.leaves(pullback(message)[0])
         answers.append([None if z.dtype == jax.dtypes.float0 else z for z in leaves])
     return answers
@@ -198,11 +190,8 @@ def _mixer_node(mixer, forward, backward, **options):
 
 def _require_mixer(mixer, what, tape, *, by_coordinates):
     given = mixer.weights
-    if not (
-        isinstance(given, Weights)
-        and isinstance(given.message, Weighting)
-        and isinstance(given.contribution, Weighting | None)
-    ):
+    message, contribution = given if isinstance(given, Weights) else (None, None)
+    if not (isinstance(message, Weighting) and isinstance(contribution, Weighting | None)):
         raise TypeError(
             f"{what}: a mixer's weights are as ap.weights makes them, such as ap.weights.decoupled(), or of a rule of "
             f"your own ap.weights.Weights(ap.weights.Weighting(rule)); got {given!r}"

@@ -197,14 +197,11 @@ def _depends(eqn, facts):
         found = {} if inside else {dim: (moved_axis(eqn, number, axis), before[axis]) for dim, axis in axes.items()}
         return {dim: to for dim, (to, size) in found.items() if to is not None and shape[to : to + 1] == (size,)}
 
-    return [
-        functools.reduce(
-            _agree,
-            [{name: moved(n, axes, v.aval.shape) for name, axes in fact.items()} for n, fact in enumerate(facts)],
-            {},
-        )
-        for v in eqn.outvars
-    ]
+    def of_output(shape):
+        found = [{name: moved(n, axes, shape) for name, axes in fact.items()} for n, fact in enumerate(facts)]
+        return functools.reduce(_agree, found, {})
+
+    return [of_output(v.aval.shape) for v in eqn.outvars]
 
 
 class _Site(NamedTuple):
