@@ -1,8 +1,8 @@
 """What authors of nodes ask of a tape: credit, ports, and declarations.
 
 `credit` charges the costs after a random choice to the choice. The array of a `Port` of its own is an input of a node
-(`request`) and an output, which the next tape gets: its `backward` finds there what later nodes sent, and answers with
-what earlier nodes shall find. In the program's first trace nodes ask for ports; in the second the tape has them.
+(`request`) and an output (`put`): its `backward` finds there what later nodes sent, and answers with what earlier nodes
+shall find. In the program's first trace nodes ask for ports; in the second the tape has them.
 """
 
 import functools
@@ -109,6 +109,11 @@ def request(tape: Tape, port: Port, what: str) -> jax.Array | None:
     if port not in tape._ports:
         raise differs(f"{what} asks for the port {port.name} {port.shape}")
     return tape._ports[port]
+
+
+def put(tape: Tape, port: Port, array: jax.Array | None, what: str) -> Tape:
+    tape._require_current(what)
+    return tape._follow(ports=tape._ports if array is None else {**tape._ports, port: array})
 
 
 class Visits(NamedTuple):

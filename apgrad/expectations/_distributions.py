@@ -296,12 +296,8 @@ def float_dtype(distribution: Any, default: Any) -> Any:
 
 def _claims_rsample_by_default(part) -> bool:
     # NumPyro takes for reparametrizable what declares as many reparametrized parameters as parameters: none and none.
-    cls = type(part)
-    return (
-        getattr(cls, "has_rsample", None) is dist.Distribution.has_rsample
-        and getattr(cls, "rsample", None) is dist.Distribution.rsample
-        and not part.arg_constraints
-    )
+    inherits = lambda name: getattr(type(part), name, None) is getattr(dist.Distribution, name)
+    return inherits("has_rsample") and inherits("rsample") and not part.arg_constraints
 
 
 def _has_cdf(distribution, x) -> bool:

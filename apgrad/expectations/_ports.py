@@ -2,7 +2,7 @@
 
 A port is an array that goes forward with the tape and that nodes change by zeros; its cotangent is the message. A port
 knows its *arithmetic*: what a cost does with it, how credit fades, and how branches join it. The tape knows no more of
-ports than this, so that an author of nodes can add one (`request` of `_channels.py`).
+ports than this, so that an author of nodes can add one (`request` and `put` of `_channels.py`).
 """
 
 from collections.abc import Callable

@@ -165,8 +165,8 @@ def compare(
     chunk = -(-num_estimates // rounds)
     keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
     compiled, refused, samples, seconds = {}, {}, {}, {}
-    bar = _progress_bar("comparing", len(objectives) * (1 + rounds)) if progress else None
-    with contextlib.nullcontext() if bar is None else bar:
+    steps = len(objectives) * (1 + rounds)
+    with _progress_bar("comparing", steps) if progress else contextlib.nullcontext() as bar:
         for name, objective in objectives.items():
             try:
                 with _doing(bar, "compiling", name):

@@ -23,6 +23,8 @@ from apgrad._ground import bias
 from apgrad._ground.arguments import number
 from apgrad.testing._moments import STANDARD_ERRORS, Moments, draw, moments_of
 
+__all__ = ["Certificate", "Check", "NotCertifiedError", "certify"]
+
 _NOTHING_RANDOM = (
     ": nothing random was tested. Is it exact? Then claim max_variance=0. Or was the random part never called? "
     "ap.randomize keeps arrays of fewer than min_size entries exactly"
@@ -249,8 +251,7 @@ def _keys(estimate, args, key, key_reuse: bool, samples, exact: bool) -> Check:
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, again, strict=True)):
         return Check("keys", False, "two calls with one key differ: the estimate has a hidden state")
     if all(np.array_equal(x, np.broadcast_to(x[:1], x.shape), equal_nan=True) for x in jax.tree.leaves(samples)):
-        words = "the same for every key" + ("" if exact else _NOTHING_RANDOM)
-        return Check("keys", exact, words)
+        return Check("keys", exact, "the same for every key" + ("" if exact else _NOTHING_RANDOM))
     if not key_reuse:
         return Check("keys", True, "a function of the key")
     data, implementation = jax.random.key_data(key), jax.random.key_impl(key)

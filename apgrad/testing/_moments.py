@@ -46,13 +46,9 @@ def moments(
 def moments_of(samples: Any) -> Moments:
     """Moments of samples that are there already, a pytree of float64 arrays with the samples as leading axis."""
     num_samples = len(jax.tree.leaves(samples)[0])
+    mean = jax.tree.map(lambda x: np.mean(x, axis=0), samples)
     variance = jax.tree.map(lambda x: np.var(x, axis=0, ddof=1), samples)
-    return Moments(
-        mean=jax.tree.map(lambda x: np.mean(x, axis=0), samples),
-        variance=variance,
-        standard_error=jax.tree.map(lambda v: np.sqrt(v / num_samples), variance),
-        num_samples=num_samples,
-    )
+    return Moments(mean, variance, jax.tree.map(lambda v: np.sqrt(v / num_samples), variance), num_samples)
 
 
 def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: int, batch_size: int) -> Any:

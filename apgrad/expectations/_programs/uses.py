@@ -50,7 +50,11 @@ class Value(NamedTuple):
     signs: Any = None  # for a view in a sketch, the derivatives of the view along the parameters' signs
 
 
-def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
+Values = Sequence[Value]
+Arrays = Sequence[Any]  # of arrays, or of pytrees of arrays
+
+
+def expose(program: Program, inputs: Values, ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
     """Evaluates a program of one lane, with ports added to what its uses make.
 
     Returns `(outputs, operands, made)`: the program's outputs; for each use what it takes of the lane, and its
@@ -60,20 +64,16 @@ def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tupl
     return walk.run(program, inputs), walk.operands, walk.made
 
 
-def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -> list[Any]:
+def replay(program: Program, inputs: Values, operands: Arrays) -> list[Any]:
     walk = _Replay(operands)
     walk.run(program, _without_lane(inputs))
     return walk.made
 
 
-def sketch(
-    program: Program, inputs: Sequence[Value], operands: Sequence[Any], messages: Sequence[Any], signs: Sequence[Any]
-) -> jax.Array:
-    of_parameters = iter(signs)
-    signed = [
-        value._replace(signs=next(of_parameters)) if value.kind == ValueKind.VIEW else value
-        for value in _without_lane(inputs)
-    ]
+def sketch(program: Program, inputs: Values, operands: Arrays, messages: Arrays, signs: Arrays) -> jax.Array:
+    found = _without_lane(inputs)
+    views = [i for i, value in enumerate(found) if value.kind == ValueKind.VIEW]
+    signed = place([found[i]._replace(signs=z) for i, z in zip(views, signs, strict=True)], views, found)
     walk = _Sketch(operands, messages)
     try:
         walk.run(program, signed)
@@ -88,12 +88,7 @@ def sketch(
 
 
 def gradient(
-    program: Program,
-    inputs: Sequence[Value],
-    operands: Sequence[Any],
-    messages: Sequence[Any],
-    lanes: int | None = None,
-    of: Sequence[int] | None = None,
+    program: Program, inputs: Values, operands: Arrays, messages: Arrays, lanes: int | None = None, of: Any = None
 ) -> list[jax.Array]:
     """The gradient of the parameters, in order: of one lane, or the sum over the lanes of the operands."""
     parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW] if of is None else of
@@ -124,10 +119,10 @@ _without_message.defvjp(lambda x: (x, None), _refuse)
 class _Walk:
     """A walk over a program that meets each use once, always in the same order."""
 
-    def run(self, program: Program, inputs: Sequence[Value]) -> list[Any]:
+    def run(self, program: Program, inputs: Values) -> list[Any]:
         return [self.of_lane(value).array for value in self.through(program, inputs)]
 
-    def through(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+    def through(self, program: Program, inputs: Values) -> list[Value]:
         return [_tagged(value) for value in inline(program, list(inputs), self._apply)]
 
     def of_lane(self, value: Value) -> Value:

@@ -92,8 +92,8 @@ def draw_by_mixer(
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
         (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, gathered
     )
-    if tape._ports:  # not yet in the first trace
-        tape = tape._follow(ports=tape._ports | {asked: getattr(gathered, key) for key, asked in ports.items()})
+    for key, asked in ports.items():
+        tape = channels.put(tape, asked, getattr(gathered, key), what)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
