@@ -74,31 +74,24 @@ def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
     return _mark_p.bind(x, kind=kind, label=label)
 
 
-def _elementwise(name: str, implementation: Callable[..., Any], jvp: Callable[..., Any]) -> Primitive:
+def _first(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def elementwise(name: str, jvp: Any = None, implementation: Callable[..., Any] = _first) -> Primitive:
+    """A primitive whose derivative is by `jvp`, or the primitive again and the tangent as it came."""
     primitive = Primitive(name)
     primitive.def_impl(implementation)
-    primitive.def_abstract_eval(lambda aval, **_: aval)
+    primitive.def_abstract_eval(_first)
     mlir.register_lowering(primitive, mlir.lower_fun(implementation, multiple_results=False))
     batching.defvectorized(primitive)
-    ad.primitive_jvps[primitive] = jvp
+    through = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])
+    ad.primitive_jvps[primitive] = jvp or through
     return primitive
-
-
-def _zero_jvp(primals, tangents):
-    # The primitive again, and no plain zeros: the next derivative must still find x in the zero.
-    return _zero_p.bind(*primals), tangents[0]
-
-
-def _same(x, *, reason):
-    return x
 
 
 def _refuse_jvp(primals, tangents, *, reason):
     raise TypeError(reason)
-
-
-def _mark_jvp(primals, tangents, **params):
-    return _mark_p.bind(*primals, **params), tangents[0]
 
 
 def _refuse_message_jvp(primals, tangents, *, reason):
@@ -119,15 +112,16 @@ def _refuse_batching(axis, values, dims, *, reason):
     raise ValueError(reason)
 
 
-_zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
-_refuse_p = _elementwise("refuse_derivative", _same, _refuse_jvp)
+# Its derivative has the primitive again, and no plain zeros: the next derivative must still find x in the zero.
+_zero_p = elementwise("zero_with_gradient", implementation=jnp.zeros_like)
+_refuse_p = elementwise("refuse_derivative", _refuse_jvp)
 # Of a linear function such as a backward pass, which is no derivative: one would have raised the error before.
 ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
-_mark_p = _elementwise("mark", lambda x, **_: x, _mark_jvp)
-_refuse_message_p = _elementwise("refuse_message", _same, _refuse_message_jvp)
+_mark_p = elementwise("mark")
+_refuse_message_p = elementwise("refuse_message", _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
-_refused_message_p = _elementwise("refused_message", lambda x, **_: jnp.full_like(x, jnp.nan), _refused_message_jvp)
+_refused_message_p = elementwise("refused_message", _refused_message_jvp, lambda x, **_: jnp.full_like(x, jnp.nan))
 ad.primitive_transposes[_refused_message_p] = _refused_message_transpose
-_refuse_batching_p = _elementwise("refuse_batching", _same, _refuse_jvp)
+_refuse_batching_p = elementwise("refuse_batching", _refuse_jvp)
 # JAX calls the rules in this table even where no operand is mapped.
 batching.fancy_primitive_batchers[_refuse_batching_p] = _refuse_batching

@@ -114,10 +114,8 @@ class Checkpoints:
     def _damaged(self, step: int, reason: str) -> ValueError:
         before = max((s for s in self._manager.all_steps() if s < step), default=None)
         then = f"to go on from {before}" if before is not None else "to begin again: there is no checkpoint before it"
-        reason = " ".join(reason.split())[:300]
-        return ValueError(
-            f"the checkpoint of step {step} is damaged; delete {self._folder / str(step)} {then} ({reason})"
-        )
+        where, reason = self._folder / str(step), " ".join(reason.split())[:300]
+        return ValueError(f"the checkpoint of step {step} is damaged; delete {where} {then} ({reason})")
 
 
 @jax.jit

@@ -23,6 +23,10 @@ from apgrad.meta._unroll import Problem, final, objective, only_if, run, scalar,
 __all__ = ["OuterGradient", "average", "batched", "clipped", "forward_mode", "reverse_mode", "truncated"]
 
 
+Estimate = tuple[jax.Array, Any, Any]
+"""Loss, gradient and carry."""
+
+
 class OuterGradient:
     """A way to estimate the gradient of an unroll's loss with respect to the meta-parameters.
 
@@ -31,11 +35,7 @@ class OuterGradient:
       estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry.
     """
 
-    def __init__(
-        self,
-        init: Callable[[Any, jax.Array], Any],
-        estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]],
-    ):
+    def __init__(self, init: Callable[[Any, jax.Array], Any], estimate: Callable[[Any, jax.Array, Any], Estimate]):
         self._init = jax.jit(init)  # or a staggered start compiles its steps at each call
         self._estimate = estimate
 
@@ -49,7 +49,7 @@ class OuterGradient:
         require_trainable(theta)
         return strong(self._init(theta, key))
 
-    def estimate(self, theta: Any, key: jax.Array, carry: Any) -> tuple[jax.Array, Any, Any]:
+    def estimate(self, theta: Any, key: jax.Array, carry: Any) -> Estimate:
         """Loss, gradient, with zeros for what is not trained, and new carry.
 
         Args:
@@ -61,14 +61,11 @@ class OuterGradient:
         loss, gradient, carry = self._estimate(theta, key, carry)
         form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
         if form(gradient) != form(theta):
-            shapes = [jax.tree.map(jnp.shape, tree) for tree in (theta, gradient)]
-            raise TypeError(
-                f"an outer gradient has theta's structure and shapes: theta has {shapes[0]}, and `estimate` "
-                f"returned {shapes[1]}"
-            )
+            own, got = (jax.tree.map(jnp.shape, tree) for tree in (theta, gradient))
+            raise TypeError(f"an outer gradient has theta's structure and shapes: theta has {own}, {got} is returned")
         return scalar("the loss of an outer gradient", loss), with_zeros(*partition(gradient)), carry
 
-    def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> tuple[jax.Array, Any, Any]:
+    def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> Estimate:
         """Loss, gradient and carry by `estimate`.
 
         Args:
@@ -130,10 +127,7 @@ class Segments(NamedTuple):
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
     """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step."""
     if problem.length < whole("the truncation K", segment) or problem.length % segment:
-        raise ValueError(
-            f"a truncation of K steps divides the unroll's T; got K={segment}, T={problem.length}. Choose another K, "
-            "or another length."
-        )
+        raise ValueError(f"a truncation's K divides the unroll's T, got K={segment}, T={problem.length}: take another")
     keys = jax.random.split(key)
     state, t = problem.init(theta, keys[0]), jnp.zeros((), int)
     if stagger and segment < problem.length:

@@ -69,9 +69,8 @@ def require_trainable(theta: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(theta):
         if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
             raise TypeError(
-                f"theta{jax.tree_util.keystr(path)} is a PRNG key, and an outer gradient has zeros for what is not "
-                "trained, which a key cannot be. Keys that a module needs only while it is made are no attribute of "
-                "it; those of a step come from the key that the problem is given."
+                f"theta{jax.tree_util.keystr(path)} is a PRNG key, of which a gradient has no zeros. A key that a "
+                "module needs only while it is made is no attribute of it; those of a step come from the problem's key."
             )
 
 

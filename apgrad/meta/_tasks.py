@@ -149,10 +149,8 @@ def sinusoid(
     def draw(key):
         a, p = jax.random.split(key)
         low, high = amplitude
-        return {
-            "amplitude": jax.random.uniform(a, (), float, low, high) if high > low else jnp.asarray(low, float),
-            "phase": jax.random.uniform(p, (), float, *phase),
-        }
+        size = jax.random.uniform(a, (), float, low, high) if high > low else jnp.asarray(low, float)
+        return {"amplitude": size, "phase": jax.random.uniform(p, (), float, *phase)}
 
     def target(task, x):
         return task["amplitude"] * jnp.sin(x + task["phase"])
@@ -206,14 +204,9 @@ def images(
         at = jax.random.randint(key, (size,), 0, x.shape[0])
         return x[at], jax.nn.one_hot(y[at], classes, dtype=float)
 
-    return Task(
-        network,
-        prior,
-        lambda key: {},
-        lambda task, key: sample(key, batch, train),
-        lambda task, key: sample(key, held_out, judge),
-        network.mean_loss,
-    )
+    minibatch = lambda task, key: sample(key, batch, train)
+    judged = lambda task, key: sample(key, held_out, judge)
+    return Task(network, prior, lambda key: {}, minibatch, judged, network.mean_loss)
 
 
 def accuracy(task: Task, params: Any, batch: Batch) -> jax.Array:

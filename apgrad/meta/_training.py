@@ -120,9 +120,8 @@ def outer_steps(
         norm = optax.tree.norm(widened(gradient))
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
         with _optimizing():
-            updates, state = optax.with_extra_args_support(optimizer).update(
-                gradient, training.optimizer, trained, value=loss, grad=gradient
-            )
+            update = optax.with_extra_args_support(optimizer).update
+            updates, state = update(gradient, training.optimizer, trained, value=loss, grad=gradient)
         _require_same(training.optimizer, state)
         moved = merge(optax.apply_updates(trained, updates), fixed)
         # A carry that went wrong would stay so: it begins anew.
@@ -195,10 +194,7 @@ def train(
         checkpoints, latest, table = None, None, None
         if folder is not None:
             if version is None:
-                raise ValueError(
-                    "a folder needs version=..., say '1', which stands for your code and its settings: another version "
-                    "is another run. Change it when they come to mean something else."
-                )
+                raise ValueError("a folder needs version=..., say '1', which stands for your code and its settings")
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:

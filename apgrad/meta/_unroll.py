@@ -140,13 +140,8 @@ def inner_problem(
         batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
         return held_out * task.loss(inner.params, batch)
 
-    return Problem(
-        init,
-        step_before_the_horizon if shortest else step,
-        final,
-        length,
-        (lambda s: s.params, lambda s, part: s._replace(params=part)),
-    )
+    perturb = (lambda s: s.params, lambda s, part: s._replace(params=part))
+    return Problem(init, step_before_the_horizon if shortest else step, final, length, perturb)
 
 
 def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
@@ -193,9 +188,7 @@ def zero_of(function: Callable[[], Any]) -> jax.Array:
 
 def scalar(what: str, loss: Any) -> Any:
     if jnp.shape(loss) or jnp.iscomplexobj(loss):
-        raise TypeError(
-            f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}. Take the mean or the sum of it."
-        )
+        raise TypeError(f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}: take its mean or sum")
     return loss
 
 

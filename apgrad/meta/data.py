@@ -116,9 +116,7 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
 
 
 def _digits(missing: str) -> Images:
-    datasets = _datasets()
-
-    x, y = datasets.load_digits(return_X_y=True)
+    x, y = _datasets().load_digits(return_X_y=True)
     x, n = np.round(x.reshape(-1, 8, 8) * (255 / 16)), DIGITS
     description = f"digits{missing}: {n} training images of 8 x 8 pixels, {len(x) - n} test images"
     return _images("digits", description, x[:n], y[:n], x[n:], y[n:])

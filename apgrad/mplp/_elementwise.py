@@ -23,6 +23,7 @@ from apgrad.mplp._wiring import wire
 __all__ = ["activation", "max_pool", "mean_pool", "normalize", "softmax", "transform"]
 
 Features = Callable[..., dict[str, jax.Array]]
+Sizes = int | Sequence[int]
 
 
 def activation(place: Place, function: Callable[..., jax.Array], *signals: Signal) -> Signal:
@@ -64,9 +65,7 @@ def softmax(place: Place, signal: Signal) -> Signal:
     return _transform(place, "softmax", jax.nn.softmax, [signal], features)
 
 
-def max_pool(
-    place: Place, signal: Signal, window: int | Sequence[int], strides: int | Sequence[int] | None = None
-) -> Signal:
+def max_pool(place: Place, signal: Signal, window: Sizes, strides: Sizes | None = None) -> Signal:
     """Maximum over windows of the space axes, without padding. Messages go to the elements at the maxima.
 
     Args:
@@ -80,7 +79,7 @@ def max_pool(
     return transform(place, "max_pool", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, dims, steps, "VALID"), signal)
 
 
-def mean_pool(signal: Signal, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> Signal:
+def mean_pool(signal: Signal, window: Sizes, strides: Sizes | None = None) -> Signal:
     """Mean over windows of the space axes. The mean is linear, so it needs no rule and no place.
 
     Args:

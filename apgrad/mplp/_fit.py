@@ -92,10 +92,8 @@ def fit(
         if not isinstance(rule, str) or how != "role":
             raise
         raise TypeError(
-            f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with an activation between each "
-            "two, and this model is none. For another network write a function of nodes, with the places that the "
-            'rule knows, and learn by mplp.inner_step (the wing\'s page, "A layer of your own"); or give fit a rule '
-            f"of your own. Of the model: {error}"
+            f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with activations between them. "
+            f'Give fit a rule of your own, or write a function of nodes ("A layer of your own"). Of the model: {error}'
         ) from error
     batches = _batches(data, steps)
     first = next(batches)
@@ -163,10 +161,7 @@ def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
             )
         yield batch
     if count < steps:
-        raise ValueError(
-            f"the data have {count} minibatches, and {steps} steps need as many. Give an iterator that goes on, such "
-            "as itertools.cycle(batches), or fewer steps."
-        )
+        raise ValueError(f"{steps} steps need as many minibatches, got {count}: use itertools.cycle, or fewer steps")
 
 
 def _pair(what: str, batch: Any) -> Batch:

@@ -124,17 +124,10 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (not isinstance(a, jax.Array | np.ndarray) and type(a) is type(b) and a == b)
 
 
-def _ones(value: Any) -> bool:
-    return value is None or all(n == 1 for n in (value if isinstance(value, Sequence) else (value,)))
-
-
 @layer.register
 def _(part: nnx.Linear) -> Layer:
-    _require_plain(
-        part,
-        lambda: nnx.Linear(part.in_features, part.out_features, use_bias=part.use_bias, rngs=nnx.Rngs(0)),
-        ["param_dtype"] + (["dtype"] if part.dtype == part.param_dtype else []),
-    )
+    default = lambda: nnx.Linear(part.in_features, part.out_features, use_bias=part.use_bias, rngs=nnx.Rngs(0))
+    _require_plain(part, default, ["param_dtype"] + (["dtype"] if part.dtype == part.param_dtype else []))
     apply = lambda place, p, s: nodes.dense(place, s, p["kernel"], p.get("bias"))
     return _with_parameters("dense", part, ("kernel", "bias"), apply)
 
@@ -143,7 +136,7 @@ def _(part: nnx.Linear) -> Layer:
 def _(part: nnx.Conv) -> Layer:
     sizes = (part.in_features, part.out_features, part.kernel_size)
     varied = ["param_dtype", "strides"]
-    varied += [name for name in ("kernel_dilation", "input_dilation") if _ones(getattr(part, name))]
+    varied += [n for n in ("kernel_dilation", "input_dilation") if set(np.ravel(getattr(part, n))) <= {None, 1}]
     padding: Any = part.padding
     if not isinstance(padding, str):  # as Flax reads it: one number for both sides of every axis, or of each axis
         each = padding if isinstance(padding, Sequence) else [padding] * len(part.kernel_size)
@@ -173,9 +166,8 @@ def _(part: nnx.LayerNorm) -> Layer:
     varied = ["param_dtype", "epsilon", "use_fast_variance"]
     varied += [name for name in ("reduction_axes", "feature_axes") if getattr(part, name) in (-1, (-1,), [-1])]
     bias, scale = part.use_bias, part.use_scale
-    _require_plain(
-        part, lambda: nnx.LayerNorm(part.num_features, use_bias=bias, use_scale=scale, rngs=nnx.Rngs(0)), varied
-    )
+    default = lambda: nnx.LayerNorm(part.num_features, use_bias=bias, use_scale=scale, rngs=nnx.Rngs(0))
+    _require_plain(part, default, varied)
 
     def apply(place, p: dict[str, Parameter], signal):
         signal = elementwise.normalize(place, signal, epsilon=part.epsilon)
@@ -198,14 +190,12 @@ PARTS = {"dense_i": "in", "dense_h": "hidden"}
 @layer.register
 def _(part: nnx.RNN) -> Layer:
     cell: Any = part.cell
-    if type(cell) not in (nnx.SimpleCell, nnx.GRUCell):
-        raise TypeError(
-            f"the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got {type(cell).__name__}"
-        )
+    if (kind := type(cell)) not in (nnx.SimpleCell, nnx.GRUCell):
+        raise TypeError(f"the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got {kind.__name__}")
     M = cell.hidden_features
     _require_plain(part, lambda: nnx.RNN(cell, rngs=nnx.Rngs(0)), ["cell", "rngs", "unroll"])
     varied = ["param_dtype", "dense_i", "dense_h", "in_features", "hidden_features", "gate_fn", "activation_fn"]
-    _require_plain(cell, lambda: type(cell)(cell.in_features, M, rngs=nnx.Rngs(0)), varied)
+    _require_plain(cell, lambda: kind(cell.in_features, M, rngs=nnx.Rngs(0)), varied)
     i, h = layer(cell.dense_i), layer(cell.dense_h)
     third = lambda n, signal: wire(lambda x: x[..., n * M : (n + 1) * M], signal)
     add = lambda *signals: wire(jnp.add, *signals)
@@ -218,13 +208,11 @@ def _(part: nnx.RNN) -> Layer:
         def step(state, x):
             a = i.apply(place.within("in"), learned["dense_i"], x)
             b = h.apply(place.within("hidden"), learned["dense_h"], state)
-            if type(cell) is nnx.SimpleCell:
+            if kind is nnx.SimpleCell:
                 new = activate("state", cell.activation_fn, add(a, b))  # no place of gated units
             else:
-                r, z = (
-                    activate(name, cell.gate_fn, add(third(n, a), third(n, b)))
-                    for n, name in enumerate(("reset", "update"))
-                )
+                gate = lambda n, name: activate(name, cell.gate_fn, add(third(n, a), third(n, b)))
+                r, z = gate(0, "reset"), gate(1, "update")
                 memory = activate("memory", jnp.multiply, r, third(2, b))
                 new = activate("activation", cell.activation_fn, add(third(2, a), memory))
                 new = activate("new", lambda z, n, h: (1.0 - z) * n + z * h, z, new, state)

@@ -82,9 +82,8 @@ def learned_node(
         # The rule is asked in the wider of its own dtype and the network's.
         kinds = jax.tree.leaves(([rule for rule, _ in asked], rest))
         widest = functools.reduce(np.promote_types, {x.dtype for x in kinds if is_inexact(x)})
-        (values, weights, data), message = jax.tree.map(
-            lambda x: x.astype(widest) if is_inexact(x) else x, (rest, message)
-        )
+        widen = lambda x: x.astype(widest) if is_inexact(x) else x
+        (values, weights, data), message = jax.tree.map(widen, (rest, message))
         cotangent = message if begins else message.value
         _, pullback = jax.vjp(apply, values, weights, data)
         arrived = cotangent * batch if begins else message.port
@@ -133,11 +132,8 @@ def require_signals(where: str, signals: Sequence[Any], message_size: int | None
                 do = "A node takes its place first; mplp.wire, mplp.fork and mplp.mean_pool take none."
             raise TypeError(f"{where} takes a signal, got {got}. {do}")
         size = signal.port.shape[-1] if message_size is None and signal.port.ndim else message_size
-        if signal.port.shape != (*signal.value.shape, size):
+        if signal.port.shape != (wanted := (*signal.value.shape, size)):
             rule = "" if message_size is None else f"belongs to a rule with messages of size {message_size}, and "
-            raise ValueError(
-                f"{where} {rule}takes signals with a port of the value's shape and a last axis for messages: "
-                f"{(*signal.value.shape, size)}; got {signal.port.shape}"
-            )
+            raise ValueError(f"{where} {rule}takes signals with a port of shape {wanted}; got {signal.port.shape}")
     if not signals:
         raise TypeError(f"{where} takes at least one signal, got none")

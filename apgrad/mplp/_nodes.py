@@ -149,17 +149,10 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
     message_size = place.places.message_size
 
     def ask(local):
-        output = product(local.values[0], local.parameters[0])
-        return [
-            Dense(
-                message=local.message.reshape(rows, M, message_size),
-                gradient=local.gradient.reshape(rows, M),
-                inputs=unfold(local.values[0]).reshape(rows, N),
-                output=output.reshape(rows, M),
-                weight=local.parameters[0],
-                bias=None if bias is None else local.parameters[1],
-            )
-        ]
+        (x,), (weight, *own) = local.values, local.parameters
+        output = product(x, weight).reshape(rows, M)
+        message, gradient = local.message.reshape(rows, M, message_size), local.gradient.reshape(rows, M)
+        return [Dense(message, gradient, unfold(x).reshape(rows, N), output, weight, own[0] if own else None)]
 
     def use(local, answers):
         message = answers[0].message.reshape(*unfolded.shape, message_size)
@@ -173,9 +166,7 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
     parameters = [weight] if bias is None else [weight, bias]
     uses = {isinstance(p, SharedParameter) for p in parameters}
     if len(uses) > 1:
-        raise ValueError(
-            f"weight and bias of the {kind} node {place.name!r} both come from mplp.shared or neither, got one of each"
-        )
+        raise ValueError(f"weight and bias of {place.name!r} both come from mplp.shared or neither, got one of each")
     site = Site(place.name, kind, "dense", batch, (rows, N, M), bias=bias is not None, shared=uses.pop())
     return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=parameters)
 
@@ -239,9 +230,8 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
     if not isinstance(tokens, Tracer):
         values = np.asarray(tokens)
         if values.min(initial=0) < -vocabulary or values.max(initial=0) >= vocabulary:
-            raise ValueError(
-                f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {values.min()} to {values.max()}"
-            )
+            span = f"{values.min()} to {values.max()}"
+            raise ValueError(f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {span}")
     shape, batch = (*tokens.shape, table.value.shape[1]), place.places.batch_size(tokens)
     lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
 
@@ -273,7 +263,5 @@ def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, 
     _require_parameter(kind, place, weight, signal.value.ndim if ndim is None else ndim)
     features = weight.value.shape[-1 if ndim == 1 else -2]
     if signal.value.ndim < 2 or signal.value.shape[-1] != features:
-        raise ValueError(
-            f"the {kind} node {place.name!r} has a parameter of shape {weight.value.shape}, so its input must be "
-            f"(batch, ..., {features}); got {signal.value.shape}"
-        )
+        wanted = f"(batch, ..., {features}) for its parameter of shape {weight.value.shape}"
+        raise ValueError(f"the {kind} node {place.name!r} takes {wanted}; got {signal.value.shape}")

@@ -45,8 +45,6 @@ def leave(where: str, output: Any) -> Any:
 
 @dataclasses.dataclass
 class Walk:
-    """What the walk through a network has met."""
-
     multiplies: bool = False  # whether there is a `wire` of a function that is not linear
     dense_twice: bool = False  # whether a dense node feeds another one
     # The nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
@@ -91,12 +89,10 @@ class Walk:
         value = fact if part == "data" else self.values.pop()
         linear = not any(function == NONLINEAR for _, function in value | fact)
         if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
+            what = f"{'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)}"
             raise TypeError(
-                f"{where} takes {'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)} in "
-                "another way than its messages: through .value, or through a function of a signal or parameter as a "
-                "pytree that is not linear. The loss would count this, but it would never, or wrongly, be updated. "
-                "Hand on the signal or parameter itself; a function of signals is mplp.wire or mplp.activation. What "
-                "is meant to be constant goes through jax.lax.stop_gradient."
+                f"{where} takes {what} in another way than its messages, by .value or a function that is not linear. "
+                "Hand on the signal or parameter, to mplp.wire for a function of it, or use jax.lax.stop_gradient."
             )
         return NOTHING
 
@@ -140,10 +136,8 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
     (result,) = flow(program, facts, walk.through, frozenset.union, lambda _: NOTHING, held=_held)
     if result:
         raise TypeError(
-            f"the network's loss depends on {_origins(result)} outside the loss nodes. That part would count in the "
-            "loss, but no message comes of it, so nothing would be learned from it. Lead the signal through "
-            "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
-            "jax.lax.stop_gradient."
+            f"the network's loss depends on {_origins(result)} outside the loss nodes, of which no message comes. Lead "
+            "it through mplp.readout, put what you only watch into the metrics, or use jax.lax.stop_gradient."
         )
     return walk
 

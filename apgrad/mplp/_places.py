@@ -32,9 +32,7 @@ class Parameter(NamedTuple):
     port: jax.Array
 
 
-refuse_arithmetic(
-    Parameter, "a node takes it: mplp.dense, mplp.scale, mplp.bias; a linear function is jax.tree.map(f, p)"
-)
+refuse_arithmetic(Parameter, "nodes take it: mplp.dense, mplp.scale, mplp.bias; else jax.tree.map(linear_function, p)")
 
 
 class SharedParameter(Parameter):
@@ -80,14 +78,7 @@ class Places:
       batch: the network's batch size; None before its first input.
     """
 
-    def __init__(
-        self,
-        rule: LearnedRule | None = None,
-        state: Any = None,
-        ports: Any = None,
-        *,
-        forward: bool = False,
-    ):
+    def __init__(self, rule: LearnedRule | None = None, state: Any = None, ports: Any = None, *, forward: bool = False):
         self.rule, self.state, self.ports, self.forward = rule, state, ports, forward
         self.sites: dict[str, Site] = {}
         self.functions: list[Any] = []
@@ -109,14 +100,9 @@ class Places:
         """
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(
-                f"a signal is floating point, since messages go back along it; got {x.dtype}{x.shape}. Convert it, "
-                "for instance by x.astype(jnp.float32), or look it up by mplp.embedding."
-            )
+            raise TypeError(f"a signal is floating point, got {x.dtype}{x.shape}: use x.astype or mplp.embedding")
         if x.ndim == 0 or x.shape[0] == 0:
-            raise ValueError(
-                f"a signal has the batch as its first axis, with at least one example; got shape {x.shape}"
-            )
+            raise ValueError(f"a signal has the batch as its first axis, with one example or more; got {x.shape}")
         if (batch := self.batch_size(x)) != x.shape[0]:
             raise ValueError(
                 f"a network has one batch size: its first input has {batch} examples, this one, of shape {x.shape}, "

@@ -126,9 +126,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
       (8, 8)
     """
     if not isinstance(card, dict) or not card:
-        raise ValueError(
-            f"a card is a dictionary that says on what the rule was trained, and how well it does; got {card!r}"
-        )
+        raise ValueError(f"a card is a dictionary of how the rule was trained and how well it does; got {card!r}")
     if type(rule) not in (Separable, Normalized):
         raise TypeError(
             f"a card has the options of Separable and Normalized rules, got {type(rule).__name__}. Numbers of any rule "
@@ -142,10 +140,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
     there, here = ({**dict(r.options), "sites": r.sites} for r in (form, rule))
     if names := [name for name in here if here[name] != there[name]]:
-        raise ValueError(
-            f"the card's rule is another one: it differs in {', '.join(names)}. Write the card with the options and "
-            "sites that the rule was made of."
-        )
+        raise ValueError(f"the card's rule differs in {', '.join(names)}: write the card with the rule's own options")
     _fill(form, values)
     buffer = io.BytesIO()
     np.savez(buffer, **values)  # pyright: ignore[reportArgumentType]

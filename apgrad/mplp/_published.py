@@ -36,18 +36,13 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
             with np.load(source) as file:
                 arrays = dict(file)
         except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"{source} is no .npz file of arrays, as `python -m experiments.convert_published` makes it: {error}"
-            ) from error
+            raise ValueError(f"{source} is no .npz file of arrays of experiments.convert_published: {error}") from error
     arrays = {name: value for name, value in arrays.items() if not name.startswith(("golden/", "prior/"))}
     parts = {site.name: ["/weight", "/bias"] if site.family == "dense" else [""] for site in sites}
     in_file = {"/".join(name.split("/")[:-2]) for name in arrays if "/standardizer/" in name}
     in_network = {name + part for name, names in parts.items() for part in names}
     if in_file != in_network:
-        raise ValueError(
-            f"the checkpoint is for the nodes {sorted(in_file)}, the network has {sorted(in_network)}: it is of "
-            "another version or network"
-        )
+        raise ValueError(f"the checkpoint is for the nodes {sorted(in_file)}, but the network has {sorted(in_network)}")
     shared = "shared/weight/gru/b_next" in arrays
     stateless = not any("/gru/" in name for name in arrays)
     weight = "shared/weight" if shared else next(f"{site.name}/weight" for site in sites if site.family == "dense")

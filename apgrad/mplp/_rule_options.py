@@ -54,14 +54,11 @@ class MadeForSites(nnx.Module):
         return list(sites)
 
     def require(self, site: Site, *, by_name: bool) -> None:
-        fits = lambda site: any(
-            site.form == known.form and (site.name == known.name or not by_name) for known in self.sites
-        )
+        key = lambda site: (site.form, by_name and site.name)
+        fits = lambda site: key(site) in map(key, self.sites)
         if fits(site):
             return
-        told = lambda site: (
-            f"{site.name!r} ({'shared ' * site.shared}{site.kind}, features {site.features}, bias {site.bias})"
-        )
+        told = lambda s: f"{s.name!r} ({'shared ' * s.shared}{s.kind}, features {s.features}, bias {s.bias})"
         if fits(site._replace(bias=not site.bias)):
             hint = " without a bias: leave it out." if site.bias else " with a bias: give it one, of zeros at first."
             raise ValueError(f"the rule was not made for {told(site)}, but for such a node" + hint)
@@ -72,11 +69,10 @@ class MadeForSites(nnx.Module):
                 "trained for this loss (mplp.pretrained_card), or make one for this network's mplp.sites."
             )
         close = closest(site.name, dict.fromkeys(known.name for known in self.sites))
+        nearest = ", ".join(told(known) for known in self.sites if known.name in close)
         raise ValueError(
-            f"the rule was not made for {told(site)}; the nearest of its {len(self.sites)} places are "
-            f"{', '.join(told(known) for known in self.sites if known.name in close)}. Make the rule for this "
-            "network's mplp.sites"
-            + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
+            f"the rule was not made for {told(site)}; the nearest of its {len(self.sites)} places are {nearest}. Make "
+            f"one for this network's mplp.sites{', or one that shares across places of a kind' * by_name}."
         )
 
     def of(self, site: Site, key: str, *, by_name: bool = False) -> Any:
@@ -84,9 +80,7 @@ class MadeForSites(nnx.Module):
         if key not in self.places:
             raise ValueError(
                 f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
-                'in names do not count: from_nnx(..., names="role") names the layers of an MLP so; write another '
-                "network as a function of nodes named dense_in, activation_0, dense_1, ..., dense_out: see the wing's "
-                'page, "A layer of your own".'
+                'do not count. from_nnx(..., names="role") names an MLP so; else see the page, "A layer of your own".'
             )
         return self.places[key]
 

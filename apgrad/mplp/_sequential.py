@@ -190,11 +190,9 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
     found = {name: (part, made.params) for name, part, made in _named(model, names) if jax.tree.leaves(made.params)}
     for name, (part, old) in found.items():
         new = params.get(name)
-        if jax.tree.map(jnp.shape, new) != jax.tree.map(jnp.shape, old):
-            raise ValueError(
-                f"the layer {name!r} has parameters of shapes {jax.tree.map(jnp.shape, old)}, got "
-                f"{jax.tree.map(jnp.shape, new)}. Give the parameters that from_nnx made of this model."
-            )
+        got, wanted = (jax.tree.map(jnp.shape, tree) for tree in (new, old))
+        if got != wanted:
+            raise ValueError(f"the layer {name!r} has parameters of shapes {wanted}, as of from_nnx, got {got}")
         nnx.update(part, new)
     if unknown := sorted(params.keys() - found.keys()):
         raise ValueError(f"the model has the layers {sorted(found)} with parameters, got others: {unknown}")
@@ -211,12 +209,8 @@ def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
         roles = [i for i, (_, made) in enumerate(found) if mine(made)]
         if [kinds[i] for i in roles] != [("dense", "activation")[n % 2] for n in range(len(roles) // 2 * 2 + 1)]:
             raise TypeError(
-                'names="role" is for MLPs, whose layers are dense, activation, dense, ..., dense, and between them '
-                f"layers of your own without parameters; got {kinds}. Leave out a softmax at the end "
-                "(mplp.softmax_cross_entropy has its own), and apply a function before the first dense layer to x "
-                "yourself, or make it a layer by mplp.layer.register. Name the layers of another network by number, or "
-                "write it as a function of nodes named dense_in, activation_0, dense_1, ..., dense_out: see the wing's "
-                'page, "A layer of your own".'
+                f'names="role" is for dense, activation, ..., dense; got {kinds}. Leave out a softmax at the end, '
+                'apply a function before the first dense layer to x yourself, or see the page, "A layer of your own".'
             )
         for n, i in enumerate(roles):
             names[i] = {0: "dense_in", len(roles) - 1: "dense_out"}.get(n, f"{kinds[i]}_{n // 2}")

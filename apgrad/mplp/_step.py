@@ -20,6 +20,10 @@ from apgrad.mplp._reach import warn_outside
 __all__ = ["Network", "backward", "init_state", "inner_step", "scan_steps", "sites", "unroll"]
 
 
+Step = tuple[Any, Any, dict[str, Any]]
+"""Updates or parameters, the state of the rule, and metrics."""
+
+
 class Network(Protocol):
     """A function that calls nodes."""
 
@@ -59,9 +63,7 @@ def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> 
     return {name: rule.init(site) for name, site in places.sites.items()}
 
 
-def backward(
-    rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
-) -> tuple[Any, Any, dict[str, Any]]:
+def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any) -> Step:
     """One backward pass of a network under a rule: the updates, and the new state.
 
     Args:
@@ -85,10 +87,7 @@ def backward(
             name = jax.tree_util.keystr(path)
             raise TypeError(f"parameters are floating point, got params{name} of dtype {jnp.result_type(leaf)}")
     if not isinstance(state, dict):
-        raise TypeError(
-            "a rule's state is a dictionary by the name of the place, made by mplp.init_state(rule, network, params, "
-            f"batch) and returned by the step before; got {type(state).__name__}"
-        )
+        raise TypeError(f"a rule's state is a dictionary that mplp.init_state makes, got {type(state).__name__}")
     params = jax.tree.map(jnp.asarray, params)
     _require_messages(rule, network, params, batch)
     found: dict[str, Site] = {}
@@ -118,9 +117,7 @@ def backward(
     return updates, state, metrics
 
 
-def inner_step(
-    rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
-) -> tuple[Any, Any, dict[str, Any]]:
+def inner_step(rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any) -> Step:
     """`backward`, and its updates added to the parameters: the new parameters, the new state and the metrics.
 
     Args:
@@ -190,7 +187,7 @@ def scan_steps(
 
 def unroll(
     rule: LearnedRule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int = 1
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> Step:
     """An inner step for each minibatch in turn: the last parameters and state, and metrics, stacked: (steps, ...).
 
     Args:

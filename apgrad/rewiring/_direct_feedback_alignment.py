@@ -51,11 +51,8 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
         (output, *others), x = jax.tree.leaves(site.result), site.inputs[0]
         if others or not output.shape or output.shape[:-1] != x.shape[: output.ndim - 1]:
             raise ValueError(
-                "direct feedback alignment needs a function whose output is one array (..., outputs), with the leading "
-                f"axes of every layer's input. The output is {site.result}, and {site} has the input {x.shape}. "
-                "Leave the loss outside of the function, or layers of other axes out of the rule (where=). Of a "
-                "function that returns state too, rewire `lambda *args: function(*args)[0]`, and take the state "
-                "from a plain call, `function(*args)[1]`."
+                f"direct feedback alignment needs one output, with the leading axes of the input of {site}; got "
+                f"{site.result}. Leave the loss outside of the function, and state too, or the layer out (where=)."
             )
         return output.shape[:-1], output.shape[-1], x.shape[output.ndim - 1 :]
 

@@ -136,9 +136,7 @@ def random_feedback(rule: str, key: Any, scale: Any) -> Callable[[ProgramSite], 
     def init(site):
         require_one_layer(site)
         if scale is None and not site.output.size:
-            raise ValueError(
-                f"the output of {site} is empty: make the rule's parameters with a batch that is not, or give scale"
-            )
+            raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data, or give scale")
         x, w = (jnp.ones(s.shape, s.dtype) for s in site.inputs)
         deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 if scale is None else jnp.asarray(scale)
         draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)

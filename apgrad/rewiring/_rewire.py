@@ -122,19 +122,16 @@ class Rewired:
         if init is not None:
             params = given.pop(0) if given else None
             if not isinstance(params, dict) or not all(str(name).endswith("]") for name in params):
-                raise TypeError(
-                    "the rule has parameters, which come before the arguments: rewired.init(*args) makes them. Got "
-                    f"{describe(params)} in their place, which has no names of sites."
-                )
+                got = f"{describe(params)} without names of sites"
+                raise TypeError(f"the rule has parameters, which come before *args (rewired.init(*args)); got {got}")
         plan, planner, shape = self._plan(given)
         self._require_each_taken(planner, given)
         if init is None:
             _warn_idle(self.rule, planner.taken)
         else:
             jaxprs.require_unchecked("a function is rewired by a rule with parameters", args)
-            _require_params(
-                params, {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
-            )
+            wanted = {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
+            _require_params(params, wanted)
         return _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
 
     def init(self, *args: Any) -> dict[str, Any]:
@@ -180,15 +177,17 @@ class Rewired:
     def _plan(self, args: Sequence[Any]) -> tuple[jaxprs.Program, Planner, Any]:
         arrays, put = jaxprs.arrays_of(tuple(args))
         numbers = chosen_numbers(self.argnums, len(args))
-        facts = [
-            f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jaxprs.arrays_of(a)[0])
-        ]
+        facts = [WEIGHT if i in numbers else DATA for i, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
         try:
             program, shape = pure.trace("ap.rewire", lambda args: self.function(*args), put, arrays)
         except TypeError as error:
-            if wrong := _wrong_call(self.function, args):
+            try:
+                inspect.signature(self.function).bind(*args)
+            except TypeError as wrong:
                 before = "key, " * self.rule.random + "params, " * (self.rule.init is not None)
                 raise TypeError(f"{wrong}. With this rule the function is called as rewired({before}*args).") from error
+            except ValueError:  # no signature
+                pass
             raise
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
@@ -196,10 +195,7 @@ class Rewired:
 
 def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
     if params.keys() != wanted.keys():
-        raise ValueError(
-            f"the rule's parameters are a dictionary with the sites {sorted(wanted)}, got {sorted(params)}. "
-            "rewired.init(*args) makes them."
-        )
+        raise ValueError(f"rewired.init makes a dictionary with the sites {sorted(wanted)}, got {sorted(params)}")
     for name, mine in params.items():
         if form_of(mine) != form_of(wanted[name]):
             form = lambda tree: jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
@@ -228,16 +224,6 @@ def _warn_idle(rule: Rule, taken: Sequence[ProgramSite]) -> None:
             )
 
 
-def _wrong_call(function, args) -> str:
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # no signature
-        pass
-    return ""
-
-
 def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[ProgramSite]) -> None:
     unknown = [name for m in _members(rule) for name in getattr(m.where, "unknown", lambda sites: [])(offered)]
     if unknown:
@@ -248,17 +234,12 @@ def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[P
         )
     if not taken:
         names = " or ".join(map(repr, getattr(rule.where, "names", ())))
-        hint = (
-            f"The rule takes a primitive by the name {names}, or a function of that name under jax.jit; an expression "
-            "such as (v > 0).astype(v.dtype) alone is no site."
-            if names
-            else "Is the right argument named by argnums, and are the weights arguments of the function?"
-        )
-        raise ValueError(
-            "the rule takes no site of the function, so nothing would be rewired. The sites are "
-            + (", ".join(map(repr, offered)) or "none")
-            + f". {hint}"
-        )
+        hint = "Is the right argument named by argnums, and are the weights arguments of the function?"
+        if names:
+            hint = f"It takes a primitive {names}, or a function so named under jax.jit; (v > 0).astype is no site."
+        sites = ", ".join(map(repr, offered)) or "none"
+        wrong = "the rule takes no site of the function, so nothing would be rewired"
+        raise ValueError(f"{wrong}. The sites are {sites}. {hint}")
 
 
 def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any, rule: Rule, result: Any) -> Any:
@@ -305,12 +286,8 @@ def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any
 
 
 # The output; its message goes back to the port too.
-_join = node(
-    Propagator(
-        lambda output, port: (output, None),
-        lambda _, message: (message, jax.tree.map(lambda m: None if m.dtype == jax.dtypes.float0 else m, message)),
-    )
-)
+_floats = lambda message: jax.tree.map(lambda m: None if m.dtype == jax.dtypes.float0 else m, message)
+_join = node(Propagator(lambda output, port: (output, None), lambda _, message: (message, _floats(message))))
 
 
 def _beside(port: Any, output: Any) -> Any:

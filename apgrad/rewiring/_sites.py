@@ -155,13 +155,14 @@ class Planner:
     def _open(self, step, inside, facts, around) -> PlanStep:
         before, name = len(self.taken), step.eqn.primitive.name
         if inside is None:
-            if any(_has_product(program) for program in jaxprs.inside_of(step.eqn)):
+            programs = jaxprs.inside_of(step.eqn)
+            if any(eqn.primitive.name in PRODUCT for p in programs for eqn in jaxprs.all_equations(p)):
                 raise NotImplementedError(
                     f"rewire cannot see into the primitive {name!r} ({around or 'at the top'}), and there are products "
                     "inside. Take a scope or call around it as one site (where=), or leave it out of the function."
                 )
             if name not in COMBINE:
-                for program in jaxprs.inside_of(step.eqn):
+                for program in programs:
                     same = len(program.jaxpr.invars) == len(facts)
                     self._hide(program, facts if same else [DATA] * len(program.jaxpr.invars), around, name)
             if name != "custom_vmap_call":  # JAX has no reverse mode of it, so that no message goes there
@@ -212,31 +213,20 @@ class Planner:
             return outputs[0] if count == 1 else tuple(outputs)
 
         name = jaxprs.join(around, label)
-        self.names[name] = self.names.get(name, -1) + 1
-        shapes = [_shape(v) for v in step.outvars]
-        site = ProgramSite(
-            kind,
-            label,
-            f"{name}[{self.names[name]}]",
-            len(self.offered),
-            function,
-            tuple(_shape(step.invars[i]) for i in order),
-            len(heavy),
-            shapes[0] if count == 1 else tuple(shapes),
-            self.result,
-            self.loops > 0,
-            any(facts[i] == STACKED for i in heavy),
-            any(facts[i] == ACTIVATION for i in numbers),
-        )
+        nth = self.names[name] = self.names.get(name, -1) + 1
+        own = kind, label, f"{name}[{nth}]", len(self.offered), function
+        inputs, outputs = tuple(_shape(step.invars[i]) for i in order), tuple(map(_shape, step.outvars))
+        form = inputs, len(heavy), outputs[0] if count == 1 else outputs, self.result
+        stacked, teaches = any(facts[i] == STACKED for i in heavy), any(facts[i] == ACTIVATION for i in numbers)
+        site = ProgramSite(*own, *form, self.loops > 0, stacked, teaches)
         self.offered.append(site)
         if not self.where(site):
             return None
         if self.hidden:
             raise ValueError(
-                f"the rule takes the site {site}, which is inside {self.hidden}, where it cannot be rewired. A "
-                "while_loop has no way back: use a scan, or a fori_loop of a fixed length. A function with its own "
-                "derivative rule has its own way back: take that function as a site, or leave the site out (where=). "
-                "Inside shard_map, pmap or ap.randomize, rewire the function that is mapped or randomized."
+                f"the rule takes the site {site}, which cannot be rewired inside {self.hidden}. Leave it out (where=); "
+                "or use a scan in place of a while_loop, take a function with its own derivative rule as one site, or "
+                "inside shard_map, pmap or ap.randomize, rewire the function that is mapped or randomized."
             )
         if kind in ("dense", "conv") and CLOSED in facts:
             raise ValueError(
@@ -297,10 +287,6 @@ def _is_elementwise(eqn, inside):
         return False
     plain = lambda eqn: eqn.primitive.name in WITHIN_ELEMENTWISE or bool(jaxprs.inside_of(eqn))
     return all(map(plain, jaxprs.all_equations(inside.jaxprs[0])))
-
-
-def _has_product(program):
-    return any(eqn.primitive.name in PRODUCT for eqn in jaxprs.all_equations(program))
 
 
 def _shape(v):

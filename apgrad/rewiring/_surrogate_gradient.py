@@ -39,8 +39,7 @@ def surrogate_gradient(
 
     def at(site, params):
         require_one_array(site, "a surrogate gradient")
-        return Propagator(
-            lambda v: (site.function(v), v), lambda v, message: (message * jnp.asarray(slope(v), message.dtype),)
-        )
+        backward = lambda v, message: (message * jnp.asarray(slope(v), message.dtype),)
+        return Propagator(lambda v: (site.function(v), v), backward)
 
     return Rule(chosen(where, ("spike", "heaviside")), at)

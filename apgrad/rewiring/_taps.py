@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from apgrad._ground.messages import describe, form_of
+from apgrad._ground.primitives import elementwise
 from apgrad._programs import jaxprs, pure
 
 
@@ -59,9 +60,7 @@ def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any
         raise TypeError(f"the tap {name!r} is on a {describe(x)}; tap one array, each under a name of its own")
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            f"the tap {name!r} is on an array of dtype {dtype}, to which no message comes; tap a float array"
-        )
+        raise TypeError(f"the tap {name!r} is on an array of dtype {dtype}, to which no message comes; tap floats")
     called = _called.get()
     if called is not None:
         called.add(name)
@@ -115,9 +114,7 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
             outer |= names - here
             names = here
         elif not names:
-            raise ValueError(
-                "with_taps got a function without taps: mark arrays inside the function by ap.tap(x, name)"
-            )
+            raise ValueError("with_taps got a function without taps: mark arrays inside it by ap.tap(x, name)")
         outputs, seen = _collect(program, arrays, here)
         if missing := sorted(names - seen.keys()):
             raise ValueError(
@@ -215,13 +212,9 @@ def _flag(x: jax.Array, name: str, mapped: int) -> jax.Array:
     return jnp.where(jnp.any(x != x, axis=range(mapped, x.ndim)) & False, np.uint32(0), _number(name))
 
 
-def _identity(name: str) -> Primitive:
+def _identity(name: str, jvp: Any = None) -> Primitive:
     """A primitive whose output is its first operand. All operands have the mapped axes first."""
-    primitive = Primitive(name)
-    first = lambda x, *_, **__: x
-    primitive.def_impl(first)
-    primitive.def_abstract_eval(first)
-    mlir.register_lowering(primitive, lambda context, x, *_, **__: [x])
+    primitive = elementwise(name, jvp)
 
     def batched(values, dims, *, mapped, **params):
         size = next(x.shape[d] for x, d in zip(values, dims, strict=True) if d is not None)
@@ -230,11 +223,6 @@ def _identity(name: str) -> Primitive:
 
     batching.primitive_batchers[primitive] = batched
     return primitive
-
-
-_tap_p = _identity("tap")
-_tangent_p = _identity("tap_tangent")
-_marker_p = _identity("tap_message")
 
 
 def _tap_jvp(primals, tangents, **params):
@@ -251,11 +239,7 @@ def _tangent_transpose(message, _, value, flag, **params):
     return [message if type(message) is ad.Zero else _marker_p.bind(message, value, flag, **params), None, None]
 
 
-ad.primitive_jvps[_tap_p] = _tap_jvp
-ad.primitive_jvps[_tangent_p] = _tangent_jvp
+_tap_p = _identity("tap", _tap_jvp)
+_tangent_p = _identity("tap_tangent", _tangent_jvp)
 ad.primitive_transposes[_tangent_p] = _tangent_transpose
-# A derivative of the message is not marked: the tap saw one message.
-ad.primitive_jvps[_marker_p] = lambda primals, tangents, **params: (
-    _marker_p.bind(*primals, **params),
-    ad.instantiate_zeros(tangents[0]),
-)
+_marker_p = _identity("tap_message")  # whose derivative is not marked: the tap saw one message

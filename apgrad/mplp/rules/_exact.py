@@ -46,14 +46,12 @@ class Exact(nnx.Module):
         return jax.tree_util.Partial(_descend, self.learning_rate[...])
 
 
-def _descend(
-    learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]
-) -> Answer:
+def _descend(rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])
     m = question.message[..., 0]
     if isinstance(question, Diagonal):
-        return Answer((m * question.through)[..., None], -learning_rate * m * question.slope)
+        return Answer((m * question.through)[..., None], -rate * m * question.slope)
     message = (m @ question.weight.T)[..., None]
-    bias = None if question.bias is None else -learning_rate * jnp.sum(m, axis=0) / site.batch
-    return Answer(message, -learning_rate * question.inputs.T @ m / site.batch, bias)
+    bias = None if question.bias is None else -rate * jnp.sum(m, axis=0) / site.batch
+    return Answer(message, -rate * question.inputs.T @ m / site.batch, bias)

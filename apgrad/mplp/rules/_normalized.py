@@ -209,9 +209,7 @@ Control = Callable[[Sequence[str]], _Controller]
 class _NormalizedDense(nnx.Module):
     """The local rule of a dense node. With messages of size 0 it sees the gradient alone."""
 
-    def __init__(
-        self, message_size: int, rank: int, hidden: int, whiten: bool, shared: bool, control: Control, rngs: nnx.Rngs
-    ):
+    def __init__(self, message_size, rank, hidden, whiten, shared, control: Control, rngs):
         made = lambda seen, out, gain: Corrected(seen, hidden, out, gain, rngs) if message_size else uncorrected
         self.A = made(message_size, rank, (0.0, 0.0))
         self.B = made(1 + whiten, rank, (0.0, 1.0))

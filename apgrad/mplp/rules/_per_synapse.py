@@ -243,24 +243,15 @@ class _PerSynapseAt:
             seen = [*self._seen(message, question.gradient), question.bias[:, None], question.output[..., None]]
             update, message, new["bias"] = self._run("bias", seen, state)
             bias = jnp.sum(update, axis=0) / site.batch
-        seen = [
-            *[x[:, None] for x in self._seen(message, question.gradient)],
-            question.weight[None, :, :, None],
-            question.inputs[:, :, None, None],
-        ]
+        seen = [x[:, None] for x in self._seen(message, question.gradient)]
+        seen += [question.weight[None, :, :, None], question.inputs[:, :, None, None]]
         update, synapses, new["weight"] = self._run("weight", seen, state)
         update = jnp.sum(update, axis=0) / site.batch
         return Answer(jnp.mean(synapses, axis=2), update, bias, new)
 
 
 def fit_standardizers(
-    rule: PerSynapse,
-    network: Network,
-    params: Any,
-    batches: Any,
-    *,
-    blend: float = 1.0,
-    max_scale: float | None = 30.0,
+    rule: PerSynapse, network: Network, params: Any, batches: Any, *, blend: float = 1.0, max_scale: float | None = 30.0
 ) -> PerSynapse:
     """Fits a rule's standardizers on the first steps of a task, each of which is standardized by its own statistics.
 

@@ -87,15 +87,9 @@ class Thesis(MadeForSites):
 
     def at(self, site: Site) -> "_ThesisAt":
         self.require(site, by_name=False)
-        rate = self.rate[...]
-        return _ThesisAt(
-            self.networks.get(f"{site.kind}/f"),
-            self.networks[f"{site.kind}/g"],
-            self.descents.get(site.kind),
-            self.gains.get(site.kind),
-            rate if self.learn_rate else jax.lax.stop_gradient(rate),
-            self.see_loss,
-        )
+        f, g = self.networks.get(f"{site.kind}/f"), self.networks[f"{site.kind}/g"]
+        rate = self.rate[...] if self.learn_rate else jax.lax.stop_gradient(self.rate[...])
+        return _ThesisAt(f, g, self.descents.get(site.kind), self.gains.get(site.kind), rate, self.see_loss)
 
 
 def _used(features: Sequence[str], see_loss: bool) -> list[str]:

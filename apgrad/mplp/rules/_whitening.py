@@ -20,16 +20,16 @@ back, P <- P + epsilon (I - P), which also keeps P between 0 and I.
 The Gram matrix Z Z^T is kept beside Z; Z X^T is among its columns. What leaves the window is forgotten.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import cho_solve
 
 from apgrad.mplp._protocol import Site
 
+State = dict[str, jax.Array]
 
-def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
+
+def init(site: Site, limit: int, rank: int) -> State:
     """The state of a dense place before any minibatch, P = I: `P` (N, N), or `rows` (r, N) and `gram` (r, r), zeros.
 
     The window has the rows of whole minibatches, r of them about `rank`.
@@ -42,9 +42,7 @@ def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
 
 
 @jax.default_matmul_precision("highest")  # with the few bits of a GPU's or TPU's default, P becomes indefinite
-def whiten(
-    x: jax.Array, state: dict[str, jax.Array], strength: jax.Array, forget: jax.Array
-) -> tuple[jax.Array, dict[str, Any]]:
+def whiten(x: jax.Array, state: State, strength: jax.Array, forget: jax.Array) -> tuple[jax.Array, State]:
     """P x with the new P, and the new state, for a minibatch x (rows, N); strength is lambda, forget epsilon."""
     size = jnp.sqrt(x.shape[1] * (jnp.mean(x**2) + 1e-12))
     scaled = x / size
