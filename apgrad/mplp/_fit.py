@@ -161,7 +161,7 @@ def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
             )
         yield batch
     if count < steps:
-        raise ValueError(f"{steps} steps need as many minibatches, got {count}: use itertools.cycle, or fewer steps")
+        raise ValueError(f"the data have {count} minibatches, and {steps} steps need as many: itertools.cycle has more")
 
 
 def _pair(what: str, batch: Any) -> Batch:

@@ -263,5 +263,5 @@ def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, 
     _require_parameter(kind, place, weight, signal.value.ndim if ndim is None else ndim)
     features = weight.value.shape[-1 if ndim == 1 else -2]
     if signal.value.ndim < 2 or signal.value.shape[-1] != features:
-        wanted = f"(batch, ..., {features}) for its parameter of shape {weight.value.shape}"
-        raise ValueError(f"the {kind} node {place.name!r} takes {wanted}; got {signal.value.shape}")
+        wanted = f"a parameter of shape {weight.value.shape}, so its input must be (batch, ..., {features})"
+        raise ValueError(f"the {kind} node {place.name!r} has {wanted}; got {signal.value.shape}")

@@ -209,7 +209,7 @@ def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
         roles = [i for i, (_, made) in enumerate(found) if mine(made)]
         if [kinds[i] for i in roles] != [("dense", "activation")[n % 2] for n in range(len(roles) // 2 * 2 + 1)]:
             raise TypeError(
-                f'names="role" is for dense, activation, ..., dense; got {kinds}. Leave out a softmax at the end, '
+                f'names="role" is for MLPs (dense, activation, ..., dense), got {kinds}. Leave out a last softmax, '
                 'apply a function before the first dense layer to x yourself, or see the page, "A layer of your own".'
             )
         for n, i in enumerate(roles):
