@@ -54,7 +54,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
 
     def at(site, params):
         if getattr(site.output, "shape", None) != ():
-            raise ValueError(f"predictive coding needs the loss: one sum over examples, got {site.output} of {site}")
+            raise ValueError(f"predictive coding needs the loss, a scalar sum over examples: {site} has {site.output}")
         weights = range(len(site.inputs) - site.weights, len(site.inputs))
         # Direct rules, which are asked for their messages even where none comes to them, as behind a stop_gradient.
         rule = lambda at: Rule(chosen(where), at, _zeros, direct=True)
