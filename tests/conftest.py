@@ -28,7 +28,7 @@ if QUICKLY and jax.__version_info__ < (0, 11):  # the flag goes then
 
 gc.set_threshold(50_000, 50, 50)  # tracing makes so many objects that collecting at each 700 takes a tenth of the time
 
-collect_ignore = ["mutations"]  # see its run.py
+collect_ignore = ["mutations", "programs/on_eight_devices.py"]  # which other files run
 
 MEMORY = 3e9  # how many bytes a worker may hold before its compiled programs are forgotten
 

@@ -70,11 +70,8 @@ ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", "gaussian_shapin
 unlike = cases("row", {name: row for name, row in ESTIMATORS.items() if name not in ALIKE})
 # Where they may differ all are tested, those that are alike in the long tests.
 rows = cases("row", ESTIMATORS, long=ALIKE)
-inside = cases(
-    "row",
-    {name: row for name, row in ESTIMATORS.items() if name not in RULES_OF_WEIGHTS},
-    long=ALIKE - RULES_OF_WEIGHTS,
-)
+OTHERS = {name: row for name, row in ESTIMATORS.items() if name not in RULES_OF_WEIGHTS}
+inside = cases("row", OTHERS, long=ALIKE - RULES_OF_WEIGHTS)
 dtypes = cases("dtype", {"float64": "float64", "bfloat16": "bfloat16"}, long=["float64"])
 
 
@@ -569,22 +566,18 @@ def mapped(f):
     return jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
 
 
+solve = functools.partial(jax.lax.custom_linear_solve, symmetric=True)
+CLIPPED = lambda w, x: x @ w, lambda w, m: jnp.clip(m, -1, 1) @ w.T  # a function linear in x, and a false transpose
 # Functions of (x, w), square matrices, with a program inside that nobody reads.
 UNSEEN = {
     "a rule in shard_map": mapped(own_rule),
-    "linear_call": lambda x, w: jax.custom_derivatives.linear_call(
-        lambda w, x: x @ w, lambda w, m: jnp.clip(m, -1, 1) @ w.T, jnp.ones_like(x), x
-    ),
-    "a rule in a linear solve": lambda x, w: jax.lax.custom_linear_solve(
-        lambda v: own_rule(x, w) * v, x, lambda _, b: b, symmetric=True
-    ),
+    "linear_call": lambda x, w: jax.custom_derivatives.linear_call(*CLIPPED, jnp.ones_like(x), x),
+    "a rule in a linear solve": lambda x, w: solve(lambda v: own_rule(x, w) * v, x, lambda _, b: b),
 }
 # Read as what they are, or one function to all who read programs, though there are programs inside.
 SEEN = {
     "shard_map": mapped(lambda x, w: jnp.sin(x @ w)),
-    "solve": lambda x, w: jax.lax.custom_linear_solve(
-        lambda v: (1 + w) * v, x, lambda _, b: b / (1 + w), symmetric=True
-    ),
+    "solve": lambda x, w: solve(lambda v: (1 + w) * v, x, lambda _, b: b / (1 + w)),
     "scatter": lambda x, w: x.at[jnp.array([0, 0, 1])].add(w[:3]),
     "windows": lambda x, w: jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "SAME"),
 }
@@ -595,11 +588,10 @@ AROUND = {
     "scan": lambda f: lambda x, w: jax.lax.scan(lambda x, _: (f(x, w), None), x, length=2)[0],
     "cond": lambda f: lambda x, w: jax.lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
 }
+EXACT = functools.partial(ap.randomize, sampler=ap.memory.rounding(32), min_size=1)
 # What is traced of `loss(w)`.
 READERS = {
-    "memory": lambda loss: (
-        lambda w: jax.grad(ap.randomize(loss, ap.memory.rounding(32), min_size=1), argnums=1)(KEY, w)
-    ),
+    "memory": lambda loss: lambda w: jax.grad(EXACT(loss), argnums=1)(KEY, w),
     "tracing": lambda loss: ap.semiring_grad(loss, ap.tracing.ordinary()),
     "rewiring": lambda loss: jax.grad(ap.rewire(loss, ap.rewiring.gradient_reversal("tan", strength=-1.0))),
 }
@@ -631,6 +623,68 @@ def test_programs_without_a_message_may_hold_anything():
     loss = lambda w: jnp.sum(jnp.tan(w) * mapped(own_rule)(jnp.ones((4, 4)), jnp.ones((4, 4))))
     for name in ("memory", "tracing"):
         jax.eval_shape(READERS[name](loss), W)
+
+
+def referred(w):
+    ref = jax.new_ref(jnp.zeros_like(w))
+    ref[...] = jnp.sin(w @ w.T) @ w
+    return jnp.sum(ref[...] @ w.T)
+
+
+def referred_at_first(w):
+    ref = jax.new_ref(w)
+    ref[...] = ref[...] * 2.0 * w
+    return jnp.sum(ref[...])
+
+
+def referred_in_scan(w):
+    ref = jax.new_ref(jnp.zeros_like(w))
+
+    def body(c, i):
+        ref[...] += c * i
+        return jnp.sin(c @ W), None
+
+    return jnp.sum(ref[...] * jax.lax.scan(body, w, jnp.arange(2.0))[0])
+
+
+@pytest.mark.parametrize("reader", ["memory", "tracing"])
+def test_mutable_references_are_refused(reader):
+    for function in (referred, referred_at_first, referred_in_scan, jax.jit(referred), jax.checkpoint(referred)):
+        words = r"follows values.*mutable reference \(jax.new_ref\)"
+        refused(TypeError, words, jax.eval_shape, READERS[reader](function), W)
+
+
+def of_lanes(function):
+    """A program whose distribution is made by the function."""
+
+    def program(tape, layer, x):
+        d = lambda layer, x: dist.Normal(function(layer, x), 1.0)
+        tape, y = ap.stochastic(RP(), in_axes=(None, None))(d)(tape, layer, x)
+        return tape.cost(y)
+
+    return functools.partial(ap.expectation(program, 4), KEY)
+
+
+# What is made of a function of a module and of data.
+GIVEN_MODULES = {
+    "ap.stochastic": of_lanes,
+    "ap.randomize": lambda f: functools.partial(EXACT(f), KEY),
+    "ap.rewire": lambda f: ap.rewire(f, ap.rewiring.gradient_reversal("tanh")),
+    "ap.with_taps": lambda f: ap.with_taps(nnx.grad(lambda layer, x: ap.tap(f(layer, x), "value"), argnums=(0, 1))),
+    "ap.backpropagation": lambda f: ap.node(ap.backpropagation(f)),
+    "ap.node": lambda f: ap.node(ap.Propagator(lambda *inputs: (f(*inputs), None), lambda memory, message: message)),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_MODULES)
+def test_a_module_that_changes_itself_is_refused(name):
+    """The changes would be lost: statistics stayed as they were, and each step had the dropout mask of the first."""
+    made, x = GIVEN_MODULES[name](lambda layer, x: jnp.sum(jnp.tanh(layer(x)))), jnp.ones((4, 3))
+    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
+        words = rf"{name} is given a function that .*in place.*nnx\.merge.*copy=True"
+        refused(ValueError, words, made, layer, x)
+        layer.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
+        jax.eval_shape(lambda x, layer=layer: made(layer, x), x)
 
 
 def test_values_drawn_elsewhere_in_every_way():

@@ -126,18 +126,6 @@ def test_what_is_no_key_is_refused(key):
     refused(TypeError, "first argument is one PRNG key", ap.expectation(lambda tape: tape, 4), key)
 
 
-def test_an_objective_takes_both():
-    def program(tape, a):
-        tape, key = tape.next_key()
-        return tape.cost(a * jax.random.normal(key, (tape.lanes,)))
-
-    objective = ap.expectation(program, 4)
-    keys = jax.random.split(jax.random.key(1), 3)
-    each = [objective(key, 2.0) for key in keys]
-    np.testing.assert_allclose(jax.vmap(objective, (0, None))(keys, 2.0), each, rtol=1e-6)
-    np.testing.assert_array_equal([objective(raw, 2.0) for raw in jax.random.key_data(keys)], each)
-
-
 def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
     template = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": (jnp.ones(4, jnp.bfloat16),)}
     p = ap.port(template)

@@ -87,14 +87,6 @@ def test_arrays_that_the_cost_closes_over_get_their_gradient():
     np.testing.assert_allclose(jax.jit(ap.value_and_grad(run, 4))(KEY, 3.0), (21.0, 7.0))
 
 
-def test_shaping_does_not_raise_the_variance_of_likelihood_ratio():
-    # A smooth cost of a Gaussian state gains nothing from the fit; what matters is that it does no harm.
-    plain, shaped = (program(ap.likelihood_ratio(), **o) for o in ({}, {"shaping": ap.gaussian_shaping()}))
-    both = lambda key: [ap.grad(run, 500)(key, 0.7) for run in (plain, shaped)]
-    plain, shaped = ap.testing.moments(both, KEY, 300).variance
-    assert shaped < 2 * plain
-
-
 def test_resampling_is_right_for_a_gaussian_state():
     gradient = ap.grad(program(ap.reparameterization(), ap.gaussian_resampling), 500)
     ap.testing.assert_unbiased(lambda key: gradient(key, 0.7), float(jax.grad(exact)(0.7)), KEY, 1000)

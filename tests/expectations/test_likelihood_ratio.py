@@ -170,16 +170,3 @@ COARSE = {
 def test_a_sample_that_lost_what_its_score_depends_on_is_an_error(make, theta):
     gradient = jax.jit(ap.grad(paid(ap.stochastic(ap.likelihood_ratio())(make)), 100))
     refused(Exception, "more coarsely than its scale", lambda: jax.block_until_ready(gradient(KEY, theta)))
-
-
-def test_logits_of_exactly_zero_have_a_right_score():
-    # NumPyro's log-densities have kinks there, and JAX takes the derivative of a kink for 0.
-    def program(tape, logits):
-        for make in (dist.Bernoulli, lambda logits: dist.Binomial(3, logits=logits).to_event(1)):
-            tape, x = ap.sample(tape, make(logits=jnp.broadcast_to(logits, (tape.lanes, 2))), ap.likelihood_ratio())
-            tape = tape.cost(jnp.sum(x.astype(jnp.float32), axis=-1) ** 2)
-        return tape
-
-    # At p = 1/2 the derivative of E[(x + y)^2] is n / 4 times (1 + 2 n p): for n = 1 and for n = 3.
-    wanted = np.full(2, 2 * 0.25 + 6 * 0.75)
-    ap.testing.assert_unbiased(lambda key: ap.grad(program, 50)(key, jnp.zeros(2)), wanted, KEY, 1_000)

@@ -5,6 +5,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.cases import cases
 from tests.expectations.programs import paid, rollout
 
 KEY = jax.random.key(0)
@@ -46,18 +47,25 @@ def test_derivatives_of_any_order(make, power, exact, orders):
     ap.testing.assert_unbiased(lambda key: found(key, 0.3), jax.jit(wanted)(0.3), KEY, 1000)
 
 
-def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(x64):
+WRAPS = {
+    "plain": lambda d: d,
+    "expanded": lambda d: d.expand((2, 3)),
+    "an event": lambda d: d.expand((3,)).to_event(1).expand((2,)),
+    "masked": lambda d: d.mask(False),
+}
+
+
+@cases("wrap", WRAPS)
+def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(wrap, x64):
     # A mixture of one component is a normal: x = m + s z with the same z at any theta, also in a scan.
     def one(t):
         normals = dist.Normal(jnp.sin(t)[None], jnp.exp(t)[None])
-        return dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros(1)), normals)
-
-    node = ap.stochastic(ap.reparameterization())(one)
+        return wrap(dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros(1)), normals))
 
     def implicit(tape, t):
         def body(tape, _):
-            tape, x = node(tape, t)
-            return tape.cost(x**3), x
+            tape, x = ap.stochastic(ap.reparameterization())(one)(tape, t)
+            return tape.cost(jnp.sum(x**3, axis=tuple(range(1, x.ndim)))), x
 
         return jax.lax.scan(body, tape, length=2)
 
@@ -67,25 +75,6 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(x64):
     exact = lambda t: jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
     found, wanted = derivatives(2, lambda key, t: estimate(key, t)[0], exact)  # a Newton step less shows at the second
     np.testing.assert_allclose(*jax.jit(lambda t: (found(KEY, t), wanted(t)))(t), rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda d: d.expand((2, 3)), lambda d: d.expand((3,)).to_event(1).expand((2,)), lambda d: d.mask(False)]
-)
-def test_the_implicit_derivative_passes_wrappers(wrap, x64):
-    def one(t):  # of one component, so that it is a normal
-        normals = dist.Normal(jnp.sin(t)[None], jnp.exp(t)[None])
-        return wrap(dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros(1)), normals))
-
-    def program(tape, t):
-        tape, x = ap.stochastic(ap.reparameterization())(one)(tape, t)
-        return tape.cost(jnp.sum(x**3, axis=tuple(range(1, x.ndim)))), x
-
-    estimate, t = jax.jit(ap.expectation(program, 5, has_aux=True)), jnp.array(0.3)
-    z = (estimate(KEY, t)[1] - jnp.sin(t)) / jnp.exp(t)
-    exact = lambda t: jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
-    found, wanted = derivatives(2, lambda key, t: estimate(key, t)[0], exact)
-    np.testing.assert_allclose(found(KEY, t), wanted(t), rtol=1e-9)
 
 
 def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():

@@ -165,29 +165,6 @@ def test_masks_and_parts_that_fit_nothing_are_errors():
     refused(ValueError, r"a part at least, got \(4, 0\)", lambda: ap.expectation(none, 4)(KEY))
 
 
-def test_groups_of_samples_are_the_lanes_of_the_data_axis():
-    # RLOO for P prompts with G answers each: the baseline of an answer is the mean reward of the other answers to the
-    # same prompt. The mean of all answers of the group, GRPO's, gives (G - 1) / G of that gradient.
-    prompts, group = 3, 4
-    skill = jnp.array([0.5, -1.0, 2.0])
-    reward = lambda x: x * jnp.arange(1.0, prompts + 1) - 10.0 * jnp.arange(0.0, prompts)
-
-    def run(tape, theta):
-        d = dist.Bernoulli(logits=jnp.broadcast_to(theta * skill, (tape.lanes, prompts)))
-        tape, x = ap.sample(tape, d, ap.likelihood_ratio(), parts=True)
-        x = x.astype(jnp.float32)
-        return tape.cost(-reward(x)), x
-
-    objective = ap.expectation(run, lanes=group, data=prompts, has_aux=True)
-    gradient, x = jax.jit(jax.grad(objective, argnums=1, has_aux=True))(KEY, 0.3)
-    score = (x - jax.nn.sigmoid(0.3 * skill)) * skill
-    rewards = reward(x)
-    rloo = rewards - (rewards.sum(0) - rewards) / (group - 1)
-    grpo = rewards - rewards.mean(0)
-    np.testing.assert_allclose(gradient, -jnp.mean(rloo * score), rtol=1e-5)
-    np.testing.assert_allclose(gradient * (group - 1) / group, -jnp.mean(grpo * score), rtol=1e-5)
-
-
 def test_the_standardized_baseline_is_the_formula_of_grpo():
     # Two choices, each charged with the standard scores of the costs after it, by prompt; and a pathwise derivative.
     prompts, group = 3, 4

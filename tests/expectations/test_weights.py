@@ -63,18 +63,6 @@ def test_a_weight_that_one_lane_makes_is_taken_away(x64):
     np.testing.assert_array_equal(least_variance(1.0)(jnp.array([0 * alone, alone]), jnp.zeros((4, 1))), [1, 0])
 
 
-def test_shrunk_weights_are_better_on_other_lanes(x64):
-    # Where the second estimator is noise alone, k* = 0, shrinkage must save most of what unshrunk weights cost.
-    def cost(key, shrinkage):
-        first, second = jax.random.normal(key, (2, 50, 1)) * jnp.array([1.0, 30.0])[:, None, None]
-        return least_variance(shrinkage)(jnp.stack([first, first + second]), jnp.zeros((50, 1)))[1] ** 2
-
-    keys = jax.random.split(KEY, 2000)
-    means = jax.jit(lambda: [jnp.mean(jax.vmap(lambda key, s=s: cost(key, s))(keys)) for s in (0.0, 1.0)])
-    unshrunk, shrunk = means()
-    assert shrunk < 0.6 * unshrunk
-
-
 def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
     # The first has many times the gradients of the second, in all lanes: its weight is what the formula shrinks.
     second, first, suffix = draw(2)
@@ -106,21 +94,6 @@ def test_nothing_is_left_of_what_explodes_in_some_lanes_or_in_all(shrinkage, lan
         for order in (1, -1):
             weights = rule(jnp.stack([exploding, second], 1)[:, ::order], jnp.asarray(suffix))[:, ::order]
             assert abs(weights[:, 0, None, None] * exploding).max() < 100, weights
-
-
-def test_the_jackknife_variance_is_that_of_the_weight(x64):
-    # Over many batches of lanes, heavy-tailed, the mean of v is the variance of k.
-    def one(key):
-        keys = jax.random.split(key, 2)
-        D = jax.random.laplace(keys[0], (400, 1)) * 3
-        A = jax.random.normal(keys[1], (400, 1)) * jnp.abs(D) - 0.4 * D
-        D, A = D - D.mean(0), A - A.mean(0)
-        DD = jnp.sum(D * D)
-        k = -jnp.sum(A * D) / DD
-        return k, jnp.sum((D * (A + k * D) / (DD - 400 / 399 * D * D)) ** 2) * (400 / 399) ** 2
-
-    k, v = jax.jit(jax.vmap(one))(jax.random.split(KEY, 4000))
-    np.testing.assert_allclose(jnp.mean(v), jnp.var(k), rtol=0.15)
 
 
 def test_scales_that_overflow_in_the_square():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import convert_published as convert
+from tests.refusals import refused
 
 DATA = os.environ.get("APGRAD_DATA")
 SMALL = convert.Layout(("dense", "softmax"), "cross_entropy", 2, 1, sizes=(3, 2))
@@ -88,8 +89,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         ("none", "No such file"),
         ("short", r"46828 numbers, .*'sinusoid': 115081, 'maml': 64422, 'mnist': 46829.*Layout"),
     ):
-        with pytest.raises(SystemExit, match=match):
-            convert.main(tmp_path / f"{name}.npy", tmp_path / "out.npz")
+        refused(SystemExit, match, convert.main, tmp_path / f"{name}.npy", tmp_path / "out.npz")
     assert not (tmp_path / "out.npz").exists()
     numbers = numbers_of(drawn(SMALL), SMALL)
     for arguments, match in (
@@ -98,5 +98,4 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         ((-numbers, SMALL), r"standardizer/scale would be .* scales are positive"),
         ((numbers, SMALL._replace(layers=("conv",))), "layers are of"),
     ):
-        with pytest.raises(ValueError, match=match):
-            convert.convert(*arguments)
+        refused(ValueError, match, convert.convert, *arguments)

@@ -28,42 +28,12 @@ from experiments import (
     total_propagation,
 )
 from experiments.parts import chaotic_network, linear_swarm
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 SWARM = linear_swarm.SWARMS["broad"]
 
-# An experiment of random numbers, as a program of its own, that kills itself in the middle if it is told to.
-TOY = """
-import dataclasses, os, signal
-import numpy as np
-from matplotlib.figure import Figure
-from experiments import harness
-
-@dataclasses.dataclass(frozen=True)
-class Config(harness.Config):
-    cells: int = 6
-
-    def __post_init__(self):
-        if self.cells < 1:
-            raise ValueError("no cells")
-
-PAPER = Config(cells=9)
-
-def cells(config):
-    return [{"i": i} for i in range(config.cells)]
-
-def measure(config, cell, seed):
-    if str(cell["i"]) == os.environ.get("KILL_AT"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"values": np.random.default_rng(seed).standard_normal(3).tolist(), "nan": float("nan")}
-
-def report(config, records):
-    rows = [{**cell, "mean": float(np.mean(result["values"])), "nan": result["nan"]} for cell, result in records]
-    return harness.Report({"sum": sum(row["mean"] for row in rows)}, rows, "the table", Figure())
-
-if __name__ == "__main__":
-    harness.main()
-"""
+TOY = (Path(__file__).parent / "toy.py").read_text()
 
 
 @pytest.fixture
@@ -116,15 +86,13 @@ class TestHarness:
 
     def test_another_run_in_the_folder_is_refused(self, toy, run, tmp_path, monkeypatch):
         before = run(toy)
-        with pytest.raises(SystemExit, match=r"(?s)config.seed: 0 there, 1 now.*--out"):
-            run(toy, "--seed 1")
+        refused(SystemExit, r"(?s)config.seed: 0 there, 1 now.*--out", run, toy, "--seed 1")
         with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"versions.apgrad: .* '99' now"):
             patch.setattr(ap, "__version__", "99")
             run(toy)
         assert stored(tmp_path / "run") == before
         (tmp_path / "run" / "cells" / "run").unlink()
-        with pytest.raises(SystemExit, match="choose another folder"):
-            run(toy)
+        refused(SystemExit, "choose another folder", run, toy)
 
     def test_cells_of_other_code_are_mixed_in_only_if_told_so(self, toy, run, tmp_path, monkeypatch):
         whole, cells = run(toy), tmp_path / "run" / "cells"
@@ -132,8 +100,7 @@ class TestHarness:
         assert run(toy) == whole  # nothing is left to measure, so nothing is mixed
         monkeypatch.setattr(harness, "_code", lambda experiment: "changed again")
         (cells / "i=4.json").unlink()
-        with pytest.raises(SystemExit, match=r"begun by other code, which measured i=0.json; .*--mix"):
-            run(toy)
+        refused(SystemExit, r"begun by other code, which measured i=0.json; .*--mix", run, toy)
         assert run(toy, "--mix") == whole
         (cells / "i=4.json").rename(cells / "i=4.npz")  # a cell that is under way
         assert run(toy) == whole
@@ -172,15 +139,13 @@ class TestHarness:
         run(toy)
         for text in ("", '{"result": {', "[1]", "null"):
             (tmp_path / "run" / "cells" / name).write_text(text)
-            with pytest.raises(SystemExit, match=f"{name} is damaged.*Delete"):
-                run(toy)
+            refused(SystemExit, f"{name} is damaged.*Delete", run, toy)
 
     def test_a_finished_run_is_reported_on(self, toy, run, tmp_path):
         assert run(toy) == run(toy, "--only-report")
         (tmp_path / "run" / "cells" / "i=4.json").unlink()
         for folder, words in (("none", "no finished cells"), ("run", "reports on all cells only")):
-            with pytest.raises(SystemExit, match=words):
-                run(toy, "--only-report", folder)
+            refused(SystemExit, words, run, toy, "--only-report", folder)
 
     def test_presets_and_overrides(self, toy, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -191,10 +156,10 @@ class TestHarness:
         assert results["setting"] == "not the paper preset: cells=2 (paper: 9)"
 
     def test_a_wrong_configuration_is_refused(self, toy, run, tmp_path, capsys):
-        refused = [(toy, "--cells 0"), (toy, "--preset huge"), (total_propagation, "--lanes 5")]
-        refused += [(contact, "--lanes 5"), (policy_search_contacts, "--horizon 15")]
-        refused += [(chaos, f"--{words}") for words in ("estimates 1", "horizons 0", "betas -1", "lanes 1")]
-        for experiment, options in [*refused, (second_derivatives, "--graphs 'three nodes'")]:
+        wrong = [(toy, "--cells 0"), (toy, "--preset huge"), (total_propagation, "--lanes 5")]
+        wrong += [(contact, "--lanes 5"), (policy_search_contacts, "--horizon 15")]
+        wrong += [(chaos, f"--{words}") for words in ("estimates 1", "horizons 0", "betas -1", "lanes 1")]
+        for experiment, options in [*wrong, (second_derivatives, "--graphs 'three nodes'")]:
             with pytest.raises(SystemExit):
                 run(experiment, options)
         assert not (tmp_path / "run").exists()
@@ -220,13 +185,11 @@ class TestHarness:
         checkpoint, empty = harness.Checkpoint(tmp_path / "cell.npz"), {"rate": np.zeros(0), "weights": np.zeros(0)}
         checkpoint.save({"rate": np.ones(3), "weights": np.zeros(3)})
         assert checkpoint.load(empty)["rate"].tolist() == [1, 1, 1]
-        with pytest.raises(ValueError, match="saved by other code"):
-            checkpoint.load({"log_rate": np.zeros(0), "weights": np.zeros(0)})
+        refused(ValueError, "saved by other code", checkpoint.load, {"log_rate": np.zeros(0), "weights": np.zeros(0)})
         whole = checkpoint.path.read_bytes()
         for data in (b"", whole[:100], whole[: len(whole) // 2]):
             checkpoint.path.write_bytes(data)
-            with pytest.raises(ValueError, match=r"cell.npz is damaged; delete it"):
-                checkpoint.load(empty)
+            refused(ValueError, r"cell.npz is damaged; delete it", checkpoint.load, empty)
 
 
 class TestReference:
@@ -271,8 +234,7 @@ class TestReference:
 
     @pytest.mark.parametrize("arguments", [(0.0, [1]), (float("nan"), [1]), (1.0, [0])])
     def test_bad_input_is_refused(self, arguments):
-        with pytest.raises(ValueError, match="positive beta"):
-            chaotic_network.exact(*arguments)
+        refused(ValueError, "positive beta", chaotic_network.exact, *arguments)
 
 
 class TestExperiments:
@@ -327,8 +289,7 @@ def test_reparameterization_of_the_swarm_has_the_exact_gradient():
         found = linear_swarm.gradients("RP", SWARM, width, horizon=3, lanes=500, num_estimates=100, seed=0)
         error = found.std(axis=0, ddof=1) / 10
         assert np.all(np.abs(found.mean(axis=0) - linear_swarm.exact(SWARM, width, 3)) < 4 * error)
-    with pytest.raises(ValueError, match="linear force"):
-        linear_swarm.exact(linear_swarm.SWARMS["bounded force"], 0.4, 5)
+    refused(ValueError, "linear force", linear_swarm.exact, linear_swarm.SWARMS["bounded force"], 0.4, 5)
 
 
 def test_the_report_finds_bias_and_gain():

@@ -11,6 +11,7 @@ from scipy.stats import norm
 
 import apgrad as ap
 from experiments.parts import jump_weights
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 JUMP = lambda e: jnp.where(e > 0.5, 2.0, 0.0) + 0.1 * e
@@ -114,5 +115,4 @@ def test_bad_numbers():
         (lambda: jump_weights.mean_test(threshold=0), "positive threshold"),
         (lambda: jump_weights.variance_test(dimensions=0), "positive dimensions"),
     ):
-        with pytest.raises(ValueError, match=match):
-            make()
+        refused(ValueError, match, make)

@@ -24,6 +24,7 @@ from experiments import (
     outer_training,
 )
 from experiments.parts import influence_balancing, meta_curves, regression
+from tests.refusals import refused
 
 
 @pytest.mark.long
@@ -158,8 +159,7 @@ def test_bad_options_are_refused():
         (mplp_sinusoid, {"sizes": ()}, r"sizes must be at least 1, got \(\)"),
         (mplp_sinusoid, {"sharing": ("some",)}, r"sharing are of \['none', 'all'\], got \['some'\]"),
     ):
-        with pytest.raises(ValueError, match=words):
-            module.Config(**options)
+        refused(ValueError, words, module.Config, **options)
 
 
 def toy():

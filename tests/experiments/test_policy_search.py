@@ -8,11 +8,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import apgrad as ap
-from experiments import (
-    contact,
-    policy_search,
-    policy_search_cartpole as cartpole,
-)
+from experiments import contact, policy_search, policy_search_cartpole as cartpole
 
 KEY = jax.random.key(0)
 

@@ -11,6 +11,7 @@ from apgrad import meta
 from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
 from experiments.benchmarks import accelerator, planning
 from experiments.parts import rad_networks
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +96,7 @@ def test_pde(run, tmp_path):
     results = run(rad_pde, f"{options} --only-report")
     assert (whole["cells_finished"], results["cells_finished"], results["cells"]) == (3, 2, 3)
     assert [row["fraction"] for row in results["rows"]] == [1.0, "checkpoint"]
-    with pytest.raises(SystemExit, match="no finished cells"):
-        run(rad_pde, "--only-report", "none")
+    refused(SystemExit, "no finished cells", run, rad_pde, "--only-report", "none")
 
 
 def test_pde_is_the_equation():
@@ -159,8 +159,7 @@ def test_images_fall_back_to_digits(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
     found = meta.data.load_bytes("mnist", or_digits=True)
     assert found.name == "digits" and found.description.startswith("digits IN PLACE OF mnist")
-    with pytest.raises(ValueError, match="there are the data sets"):
-        meta.data.load_bytes("imagenet", or_digits=True)
+    refused(ValueError, "there are the data sets", meta.data.load_bytes, "imagenet", or_digits=True)
 
 
 def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import rad_paths
+from tests.refusals import refused
 
 X = jnp.array([0.3, -0.8])
 
@@ -60,9 +61,6 @@ def test_variance_is_constant_in_depth_or_exponential(run):
 
 def test_bad_input():
     graph = rad_paths.linearized_graph(network, X)
-    with pytest.raises(ValueError, match="at least one edge"):
-        rad_paths.path_sampling(graph, 0, 0)
-    with pytest.raises(ValueError, match="above 0"):
-        rad_paths.by_messages(graph, 0.0)
-    with pytest.raises(ValueError, match="floating-point input"):
-        rad_paths.linearized_graph(lambda i: i + 1, jnp.array(1))
+    refused(ValueError, "at least one edge", rad_paths.path_sampling, graph, 0, 0)
+    refused(ValueError, "above 0", rad_paths.by_messages, graph, 0.0)
+    refused(ValueError, "floating-point input", rad_paths.linearized_graph, lambda i: i + 1, jnp.array(1))

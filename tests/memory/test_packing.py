@@ -54,12 +54,6 @@ def loss(weights, x):
     return jnp.mean(x**2)
 
 
-def test_narrow_types_in_a_network_are_unbiased():
-    weights, x = [normal(i, 8, 8) for i in range(3)], normal(9, 4, 8)
-    gradient = jax.jit(jax.grad(ap.randomize(loss, R.narrow("float8_e5m2"), min_size=16), argnums=1))
-    assert_unbiased(lambda key: gradient(key, weights, x), jax.jit(jax.grad(loss))(weights, x))
-
-
 def test_packers_of_ones_own_by_shape_and_by_the_name_of_a_checkpoint():
     weights, x, seen = [normal(i, 32, 32) for i in range(3)], normal(9, 64, 32), []
 

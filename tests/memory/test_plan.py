@@ -146,8 +146,7 @@ def test_a_budget_is_refused_with_the_smallest_that_is_kept():
 def test_a_small_loop_is_measured():
     """XLA hoists it into a call, and died of the barriers there."""
     loop = lambda x: jnp.sum(jax.lax.fori_loop(0, 5, lambda i, c: jnp.sin(c) * 1.1 + i, x))
-    with pytest.raises(ValueError, match="a budget of 100 bytes cannot be kept"):
-        R.plan(loop, jnp.ones(6), budget_bytes=100)
+    refused(ValueError, "a budget of 100 bytes cannot be kept", R.plan, loop, jnp.ones(6), budget_bytes=100)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
-from tests.memory.unbiased import KEY, assert_unbiased, normal, remembered
+from tests.memory.unbiased import KEY, assert_unbiased, normal
 from tests.refusals import refused
 
 R = ap.memory
@@ -185,15 +185,6 @@ def test_twice_on_a_path_is_two_draws():
 
     w, x, signs = normal(1, 8, 8), normal(3, 4, 8), jnp.sign(normal(4, 4, 8))
     assert_randomized(twice, R.rounding(1, group=8), w, x, min_size=8)
-
-
-def test_residuals_are_fewer():
-    params, x = [0.1 * normal(i, 256, 256) for i in range(4)], normal(9, 128, 256)
-    full = remembered(mlp, params, x)
-    for bits, least in ((4, 7), (2, 12)):
-        random = ap.randomize(mlp, R.rounding(bits))
-        few = remembered(lambda *a, f=random: f(KEY, *a), params, x)
-        assert full / few > least
 
 
 def test_of_an_array_that_divides_the_inverse_is_remembered():

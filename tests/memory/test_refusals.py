@@ -81,34 +81,7 @@ def test_a_randomized_part_is_linear():
     assert gradient_shape(lambda w, x: jnp.sum(part(KEY, w, x) @ w), W, X) == W.shape
 
 
-def test_raw_keys_are_keys():
-    random = ap.randomize(loss(LINEAR["scaled"]), R.rounding(4), min_size=16)
-    gradient = jax.jit(jax.grad(random, argnums=1))
-    for impl in ("threefry2x32", "rbg"):
-        typed, raw = jax.random.key(0, impl=impl), jax.random.PRNGKey(0, impl=impl)
-        np.testing.assert_array_equal(gradient(typed, W, X), gradient(raw, W, X))
-
-
-def referred(x):
-    ref = jax.new_ref(jnp.zeros_like(x))
-    ref[...] = jnp.sin(x @ x.T) @ x
-    return jnp.sum(ref[...] @ x.T)
-
-
-def referred_in_scan(x):
-    ref = jax.new_ref(jnp.zeros_like(x))
-
-    def body(c, _):
-        ref[...] += c
-        return jnp.sin(c @ W), None
-
-    return jnp.sum(ref[...] * jax.lax.scan(body, x, length=2)[0])
-
-
-def test_mutable_references_are_refused_and_a_rule_that_is_refused_is_named():
-    words = r"ap.randomize follows values.*mutable reference \(jax.new_ref\)"
-    for function in (referred, referred_in_scan, jax.jit(referred), jax.checkpoint(referred)):
-        refused(TypeError, words, gradient_shape, function, X)
+def test_a_rule_that_is_refused_is_named():
     solved = lambda x: jnp.sum(odeint(lambda y, t: jnp.tanh(y @ W), x, jnp.linspace(0.0, 1.0, 3)))
     refused(TypeError, r"'solver/_odeint'.*\(odeint\)", gradient_shape, jax.named_scope("solver")(solved), X)
 
@@ -251,15 +224,9 @@ def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
     np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(exact, 1)(KEY, x), jax.grad(loss)(x)))(X), rtol=1e-5)
 
 
-def test_a_module_that_changes_itself_is_refused():
-    """The changes would be lost: statistics stayed as they were, and each step had the dropout mask of the first."""
+def test_transformations_of_nnx_write_back_what_was_there():
     linear, x = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.ones((4, 3))
-    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
-        random = ap.randomize(lambda layer, x: jnp.sum(layer(x) ** 2), R.rounding(4), min_size=0)
-        refused(ValueError, r"ap\.randomize .*in place.*nnx\.merge.*copy=True", random, KEY, layer, x)
-        layer.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
-        assert jnp.isfinite(random(KEY, layer, x))
-    for transform in (nnx.jit, nnx.remat):  # they write back what was there
+    for transform in (nnx.jit, nnx.remat):
         call = transform(lambda linear, x: jnp.sum(linear(x) ** 2))
         random = ap.randomize(call, R.rounding(32), min_size=0)
         got, expected = jax.grad(random, argnums=1)(KEY, linear, x), jax.grad(call)(linear, x)

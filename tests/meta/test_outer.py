@@ -118,8 +118,7 @@ def test_evolution_strategies_are_unbiased_for_the_smoothed_objective():
     ap.testing.assert_unbiased(estimates, [whole, whole, segments, shrunk], jax.random.key(2), 20_000)
 
 
-@pytest.mark.parametrize("cross_fit", [False, True])
-def test_total_propagation_over_perturbed_unrolls(cross_fit):
+def test_total_propagation_over_perturbed_unrolls():
     """With noise of variance v at each step, E[s_t^2] is r^2 E[s_{t-1}^2] + v; a loss sees the state before noise."""
     sigma = 0.2
 
@@ -133,13 +132,9 @@ def test_total_propagation_over_perturbed_unrolls(cross_fit):
 
     truth = (value(THETA + 1e-5) - value(THETA - 1e-5)) / 2e-5
     assert abs(truth / exact(THETA) - 1) > 0.03
-    estimator = meta.perturbed(quadratic(), sigma=sigma, unrolls=8 if cross_fit else 64, cross_fit=cross_fit)
-    if cross_fit:
-        estimate = lambda key: estimator(jnp.float32(THETA), key)[1]
-        ap.testing.assert_unbiased(estimate, jnp.float32(truth), jax.random.key(4), 4_000)
-        return
-    gradients = jax.lax.map(lambda key: estimator(jnp.float32(THETA), key)[1], jax.random.split(jax.random.key(5), 200))
-    assert abs(jnp.mean(gradients) / truth - 1) < 0.1  # biased by its weights, little
+    estimator = meta.perturbed(quadratic(), sigma=sigma, unrolls=8, cross_fit=True)
+    estimate = lambda key: estimator(jnp.float32(THETA), key)[1]
+    ap.testing.assert_unbiased(estimate, jnp.float32(truth), jax.random.key(4), 4_000)
 
 
 def test_a_few_chaotic_unrolls_vary_no_more_than_by_the_likelihood_ratio():

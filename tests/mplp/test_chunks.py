@@ -41,6 +41,16 @@ def case(nodes, batch, positions, units, seed=0):
 LONG = pytest.mark.long
 
 
+def assert_chunks_are_the_whole(module, chunks, run, argument, monkeypatch, atol):
+    results = []
+    for chunk in (10**9, *chunks):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        results.append(jit(lambda argument: run(argument))(argument))
+    for parts in results[1:]:
+        close(parts, results[0], rtol=1e-4, atol=atol)
+    assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
+
+
 @pytest.mark.parametrize(("sizes", "chunks"), [((4, 3, 4), (1, 24)), pytest.param((5, 2, 1), (4,), marks=LONG)])
 def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
     """Rows, positions and units that are equal, that differ, and one of 1; a chunk of one row, and of several."""
@@ -49,14 +59,8 @@ def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
     rule = mplp.PerSynapse(sites, message_size=2, hidden=1, layers=(3,), rngs=nnx.Rngs(0))
     # A recurrent state that is not zero.
     state = jax.tree.map(lambda x: x + 0.3, mplp.init_state(rule, network, params, batch))
-    results = []
-    for chunk in (10**9, *chunks):
-        monkeypatch.setattr(per_synapse, "CHUNK", chunk)
-        run = jit(lambda p, s: mplp.backward(rule, network, p, s, batch)[:2])
-        results.append(run(params, state))
-    for parts in results[1:]:
-        close(parts, results[0], rtol=1e-4, atol=1e-6)
-    assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
+    run = lambda state: mplp.backward(rule, network, params, state, batch)[:2]
+    assert_chunks_are_the_whole(per_synapse, chunks, run, state, monkeypatch, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=LONG), True])
@@ -71,10 +75,5 @@ def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
         updates = first_step(rule, network, params, batch)[0]
         return sum(jnp.sum(jnp.sin(100 * u)) for u in jax.tree.leaves(updates)), updates
 
-    results = []
-    for chunk in (10**9, 1, 6 * 2 * 5 * 5):  # all rows, one, two of 5 x 5 synapses with 6 hidden units
-        monkeypatch.setattr(thesis, "CHUNK", chunk)
-        results.append(jit(lambda rule: nnx.grad(outer, has_aux=True)(rule))(rule))
-    for found in results[1:]:
-        close(found, results[0], rtol=1e-4, atol=1e-5)
-    assert any(jnp.any(g != 0) for g in jax.tree.leaves(results[0][0]))
+    chunks = 1, 6 * 2 * 5 * 5  # one row, two of 5 x 5 synapses with 6 hidden units
+    assert_chunks_are_the_whole(thesis, chunks, nnx.grad(outer, has_aux=True), rule, monkeypatch, atol=1e-5)

@@ -145,26 +145,21 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
     def steps(places, h, w, call=lambda f: f):
         return jax.lax.scan(lambda h, _: (call(once)(places, h, w), None), h, length=2)[0]
 
+    remat = lambda f: lambda at, *a: jax.checkpoint(lambda *a: f(at, *a))(*a)
+    layers = lambda p: [jax.tree.map(lambda w, i=i: w[i], p) for i in (0, 1)]
+    either = lambda at, h, w: jax.lax.cond(jnp.sum(h.value) > 0, lambda h: once(at, h, w), lambda h: once(at, h, w), h)
     bodies = {
-        "repeated": lambda places, h, p: steps(places, h, first(p)),
-        "checkpointed": lambda places, h, p: steps(
-            places, h, first(p), lambda f: lambda places, *a: jax.checkpoint(lambda *a: f(places, *a))(*a)
-        ),
-        "nested": lambda places, h, p: jax.lax.scan(lambda h, w: (steps(places, h, w), None), h, p)[0],
-        "unrolled": lambda places, h, p: dense(places, h, [first(p)] * 2, ["fc", "fc"]),
-        "tied": lambda places, h, p: dense(places, h, [first(p)] * 2, ["before", "fc"]),
-        "unrolled layers": lambda places, h, p: dense(
-            places, h, [jax.tree.map(lambda w, i=i: w[i], p) for i in (0, 1)]
-        ),
-        "unrolled, shared": lambda places, h, p: dense(
-            places, h, [mplp.shared(places["w"], first(p))] * 2, ["fc", "fc"]
-        ),
-        "branches": lambda places, h, p: jax.lax.cond(
-            jnp.sum(h.value) > 0, lambda h: once(places, h, first(p)), lambda h: once(places, h, first(p)), h
-        ),
-        "layers": lambda places, h, p: jax.lax.scan(lambda h, w: (once(places, h, w), None), h, p)[0],
-        "shared": lambda places, h, p: steps(places, h, mplp.shared(places["w"], first(p))),
-        "once": lambda places, h, p: once(places, h, first(p)),
+        "repeated": lambda at, h, p: steps(at, h, first(p)),
+        "checkpointed": lambda at, h, p: steps(at, h, first(p), remat),
+        "nested": lambda at, h, p: jax.lax.scan(lambda h, w: (steps(at, h, w), None), h, p)[0],
+        "unrolled": lambda at, h, p: dense(at, h, [first(p)] * 2, ["fc", "fc"]),
+        "tied": lambda at, h, p: dense(at, h, [first(p)] * 2, ["before", "fc"]),
+        "unrolled layers": lambda at, h, p: dense(at, h, layers(p)),
+        "unrolled, shared": lambda at, h, p: dense(at, h, [mplp.shared(at["w"], first(p))] * 2, ["fc", "fc"]),
+        "branches": lambda at, h, p: either(at, h, first(p)),
+        "layers": lambda at, h, p: jax.lax.scan(lambda h, w: (once(at, h, w), None), h, p)[0],
+        "shared": lambda at, h, p: steps(at, h, mplp.shared(at["w"], first(p))),
+        "once": lambda at, h, p: once(at, h, first(p)),
     }
 
     right = ("unrolled layers", "unrolled, shared", "branches", "layers", "shared", "once")
@@ -183,17 +178,25 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
         traced(mplp.Exact(1.0), network)
 
 
-def test_scales_of_inputs_and_messages_do_not_count(x64):
-    network, params, (x, y), rule = made()
-    rule, site = moved(rule), next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
-    message = jax.random.normal(jax.random.key(2), (6, 5, 3), float)
+def asked(place, **options):
+    """A rule, a site of its network, and what the layer there asks."""
+    network, params, (x, y), rule = made(**options)
+    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == place)
+    if place == "dense_out":
+        x = jnp.tanh(x @ params["dense_in"]["kernel"])
+    kernel, bias = (params[place][name] for name in ("kernel", "bias"))
+    message = jax.random.normal(jax.random.key(2), (*x.shape[:1], *bias.shape, 3), float)
+    return rule, site, mplp.Dense(message, message[..., 0], x, x @ kernel, weight=kernel, bias=bias)
 
-    kernel, bias = (params["dense_in"][name] for name in ("kernel", "bias"))
+
+def test_scales_of_inputs_and_messages_do_not_count(x64):
+    rule, site, question = asked("dense_in")
+    rule = moved(rule)
 
     @jax.jit
     def ask(scale_x, scale_m):
-        given = scale_m * message, message[..., 0], scale_x * x, x @ kernel
-        return rule.at(site)(site, mplp.Dense(*given, weight=kernel, bias=bias), rule.init(site))
+        scaled = question._replace(message=scale_m * question.message, inputs=scale_x * question.inputs)
+        return rule.at(site)(site, scaled, rule.init(site))
 
     one, other = ask(1.0, 1.0), ask(1e3, 1e4)
     chex.assert_trees_all_close((one.update, one.bias), (other.update, other.bias), rtol=1e-9)
@@ -202,14 +205,11 @@ def test_scales_of_inputs_and_messages_do_not_count(x64):
 
 def test_corrections_fade_with_the_examples_seen(x64):
     """After t minibatches of B examples 1 / (1 + t B / 1000) of what the message has beside the exact one is left."""
-    network, params, (x, y), rule = made()
-    rule, site = moved(rule), next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_out")
+    rule, site, question = asked("dense_out")
+    rule = moved(rule)
     for local in rule.places.values():
         local.controller.gain[...] *= 0.0  # so that the controllers give the same at every step
-    message, kernel = jax.random.normal(jax.random.key(2), (6, 3, 3), float), params["dense_out"]["kernel"]
-    h, bias = jnp.tanh(x @ params["dense_in"]["kernel"]), params["dense_out"]["bias"]
-    question = mplp.Dense(message, message[..., 0], h, h @ kernel + bias, weight=kernel, bias=bias)
-    exact = jnp.einsum("bj,ij,k->bik", message[..., 0], kernel, jnp.eye(3)[0])
+    exact = jnp.einsum("bj,ij,k->bik", question.gradient, question.weight, jnp.eye(3)[0])
 
     @jax.jit
     def corrections(count):
@@ -223,14 +223,10 @@ def test_corrections_fade_with_the_examples_seen(x64):
 @pytest.mark.parametrize(("settle", "left"), [(None, [1, 1, 1]), (20, [1, 1 / 2, 1 / 100])])
 def test_what_a_controllers_network_says_fades_in_a_rule_that_is_made_so(x64, settle, left):
     """Its network says .3, so the logarithm of a step's length is .3 times what is left of that above its constant."""
-    network, params, (x, y), rule = made(settle=settle)
-    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
+    rule, site, question = asked("dense_in", settle=settle)
     controller = rule.places["dense_in"].controller
     controller.network.kernels[-1][...] *= 0.0
     controller.network.biases[-1][...] += 0.3
-    kernel, bias = (params["dense_in"][name] for name in ("kernel", "bias"))
-    message = jax.random.normal(jax.random.key(2), (6, 5, 3), float)
-    question = mplp.Dense(message, message[..., 0], x, x @ kernel + bias, weight=kernel, bias=bias)
 
     @jax.jit
     def log_lengths(rule, times):

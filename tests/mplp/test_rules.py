@@ -402,26 +402,21 @@ def test_a_network_or_an_answer_that_does_not_fit_is_refused():
 
 
 X, W = jnp.ones((4, 3)), mplp.parameter(jnp.ones((3, 2)))
+S = lambda at, x=X: at.signal(x)
+dense = lambda at, s, *parameters: mplp.dense(at["d"], s, *parameters)
+cross_entropy = lambda at, labels: mplp.softmax_cross_entropy(at["l"], S(at), labels)
+tanh = lambda at: mplp.activation(at["d"], jnp.tanh, S(at))
 NODES = [
-    (lambda at: at.signal(jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
-    (lambda at: at.signal(jnp.ones((0, 3))), "the batch as its first axis"),
-    (
-        lambda at: mplp.softmax_cross_entropy(at["l"], at.signal(X), jnp.ones(4, jnp.int32)),
-        r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)",
-    ),
+    (lambda at: S(at, jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
+    (lambda at: S(at, jnp.ones((0, 3))), "the batch as its first axis"),
+    (lambda at: cross_entropy(at, jnp.arange(4)), r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)"),
     (lambda at: mplp.embedding(at["e"], jnp.ones(3), W), "embedding takes integers"),
-    (lambda at: mplp.dense(at["d"], ap.Signal.of(X, 3), W), r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"),
-    (lambda at: mplp.dense(at["d"], at.signal(X), W.value), r"with their ports.*mplp.parameter"),
-    (
-        lambda at: mplp.dense(at["d"], at.signal(X[:, :2]), W),
-        r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)",
-    ),
-    (lambda at: mplp.dense(at["d"], at.signal(X), W, mplp.parameter(X[0])), r"bias at 'd' must have shape \(2,\)"),
-    (lambda at: mplp.max_pool(at["p"], at.signal(X), (2,)), "the window of pooling needs a positive integer"),
-    (
-        lambda at: mplp.dense(at["x"], mplp.activation(at["x"], jnp.tanh, at.signal(X)), W),
-        r"'x' is used by two nodes that differ: 'x' \(activation.*'x' \(dense",
-    ),
+    (lambda at: dense(at, ap.Signal.of(X, 3), W), r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"),
+    (lambda at: dense(at, S(at), W.value), r"with their ports.*mplp.parameter"),
+    (lambda at: dense(at, S(at, X[:, :2]), W), r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)"),
+    (lambda at: dense(at, S(at), W, mplp.parameter(X[0])), r"bias at 'd' must have shape \(2,\)"),
+    (lambda at: mplp.max_pool(at["p"], S(at), (2,)), "the window of pooling needs a positive integer"),
+    (lambda at: dense(at, tanh(at), W), r"'d' is used by two nodes that differ: 'd' \(activation.*'d' \(dense"),
 ]
 
 

@@ -145,8 +145,7 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     (line,) = shown("v").lines
     assert line.get_label() == "v" and [t.get_text() for t in shown("v").get_yticklabels()] == ["v", "head", "loss"]
     refused(ValueError, "no parameter 'u'; did you mean 'w'", ap.tracing.draw, trace, "u")
-    with pytest.raises(ValueError, match="no gradient reaches x"):
-        ap.tracing.draw(ap.trace_gradients(lambda x: 0.0 * x)(1.0), "x")
+    refused(ValueError, "no gradient reaches x", ap.tracing.draw, ap.trace_gradients(lambda x: 0.0 * x)(1.0), "x")
     influence = trace.influence(depth=1)
     assert isinstance(ap.tracing.heat_map(influence), figures.Figure)
     names = lambda what, n: tuple(f"block_{i // 3}/{what}_{i}/a long name" for i in range(n))
