@@ -1,4 +1,4 @@
-"""The experiments on randomized memory: a tiny run of each, and what must hold in it."""
+"""The experiments on randomized memory: a tiny run of each, and what must hold in it; path sampling; predictions."""
 
 import json
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from apgrad import meta
-from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
+from experiments import harness, rad_noise, rad_paths, rad_pde, rad_prediction, rad_table1, rad_training
 from experiments.benchmarks import accelerator, planning
 from experiments.parts import rad_networks
 from tests.refusals import refused
@@ -192,3 +192,88 @@ def test_a_devices_own_peak_is_reported_where_there_is_one():
     plain, refused = accelerator.report(accelerator.Config(), records).rows
     assert (plain["bytes"], plain["MB"], plain["MB_compiled"]) == ("device's peak", 3, 1) and refused["MB"] is None
     assert accelerator.largest(lambda batch: 3 + batch**1.5, 1003, 8) in range(89, 101)
+
+
+X = jnp.array([0.3, -0.8])
+
+
+def network(x):
+    h = jax.jit(jnp.tanh)(jnp.array([[1.0, -0.5], [0.3, 2.0], [0.7, 0.1]]) @ x)
+    return jnp.sum(h * jnp.sin(h)) + h[0]
+
+
+def test_the_graph_of_paths_has_the_gradient():
+    graph = rad_paths.linearized_graph(network, X)
+    np.testing.assert_allclose(rad_paths.backpropagate(graph)[0, graph.inputs], jax.grad(network)(X), rtol=1e-5)
+    assert np.all(graph.target > graph.source)
+
+
+@pytest.mark.parametrize("earlier", [None, 0.3])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("function", [network, rad_paths.independent(4, 3), rad_paths.interleaved(3, 3)])
+def test_path_sampling_is_unbiased(function, samples, earlier):
+    graph = rad_paths.linearized_graph(function, X if function is network else jnp.array(1.0))
+    probability = earlier and rad_paths.by_messages(drifted(graph, earlier), 0.1)
+    found = rad_paths.path_sampling(graph, samples, 0, 4000, probability)[0]
+    error = found.std(0) / np.sqrt(len(found))
+    exact = rad_paths.backpropagate(graph)[0, graph.inputs]
+    assert np.all(np.abs(found.mean(0) - exact) <= 4 * error + 1e-12)
+
+
+def drifted(graph, size):
+    error = np.random.default_rng(1).standard_normal(len(graph.weight))
+    return graph._replace(weight=graph.weight * (1 + size * error))
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_one_draw_by_messages_has_the_least_variance(positive):
+    """A single path has the value +A or -A, so that E x^2 = A^2, whatever is drawn."""
+    graph = rad_paths.linearized_graph(rad_paths.interleaved(3, 4, positive), jnp.array(1.0))
+    absolute = rad_paths.backpropagate(graph._replace(weight=np.abs(graph.weight)))[0, graph.inputs[0]]
+    found = rad_paths.path_sampling(graph, 1, 0, 200, rad_paths.by_messages(graph, 1e-9))[0]
+    np.testing.assert_allclose(np.abs(found), absolute, rtol=1e-6)
+    assert (abs(absolute - rad_paths.backpropagate(graph)[0, graph.inputs[0]]) < 1e-6 * absolute) == positive
+
+
+def test_variance_is_constant_in_depth_or_exponential(run):
+    rows = run(rad_paths, "--depths 2 8 --samples 2 --estimates 1500")["rows"]
+    noise = {(row["graph"], row["draw"], row["depth"]): row["relative_variance"] for row in rows}
+    assert noise["independent", "uniform", 8] < 3 * noise["independent", "uniform", 2]
+    for draw in rad_paths.DRAWS:
+        assert noise["interleaved", draw, 8] > 2 * noise["interleaved", draw, 2] > 0
+    one = "interleaved, one sign"
+    assert noise[one, "by messages", 8] < 0.2 * noise[one, "uniform", 8]
+
+
+def test_bad_input_of_path_sampling():
+    graph = rad_paths.linearized_graph(network, X)
+    refused(ValueError, "at least one edge", rad_paths.path_sampling, graph, 0, 0)
+    refused(ValueError, "above 0", rad_paths.by_messages, graph, 0.0)
+    refused(ValueError, "floating-point input", rad_paths.linearized_graph, lambda i: i + 1, jnp.array(1))
+
+
+def test_the_backward_pass_of_squares_is_the_sum_over_entries_of_the_input():
+    """sum_i v_i |a_i|^2 by the definition, with the Jacobian of the kernel's gradient by the layer's input."""
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 2, 2))
+    x, message, v = (jax.random.normal(jax.random.key(i), (2, 4, 4, 2)) for i in (1, 2, 3))
+
+    def gradient(x):
+        return jax.vjp(lambda w: rad_prediction.apply("conv", x, w), kernel)[1](message)[0]
+
+    def by_squares(v):
+        return jax.vjp(lambda w: rad_prediction.apply("conv", v, w), kernel)[1](message**2)[0].sum()
+
+    jacobian, found = jax.jit(lambda: (jax.jacrev(gradient)(x), by_squares(v**2)))()
+    np.testing.assert_allclose(found, jnp.sum(jnp.sum(jacobian**2, (0, 1, 2, 3)) * v**2), rtol=1e-4)
+
+
+@pytest.mark.long
+def test_predictions_hold_and_dense_layers_lose(run):
+    rows = run(rad_prediction, "--networks mlp rows --batch 40 --training-steps 5 --draws 60")["rows"]
+    assert len(rows) == 14
+    for row in rows:
+        assert abs(row["predicted_over_measured"] - 1) < 4 * row["standard_error"], row
+        dense, rounded = "dense" in row["layer"], "rounding" in row["sampler"]
+        if dense:
+            np.testing.assert_allclose(row["coherence"], 1, rtol=1e-4)
+            assert (row["measured_against_smaller_batch"] > 1) != rounded, row

@@ -1,14 +1,17 @@
-"""Every node under the exact rule is backpropagation, and its values' derivative is true."""
+"""Under the exact rule nodes are backpropagation wherever a network puts its batch; and the scan of inner steps."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
-from tests.mplp.graphs import GRAPHS, close, jit
+from tests.mplp.graphs import GRAPHS, Plain, close, first_step, jit
 from tests.refusals import refused
 
 graphs = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
@@ -80,3 +83,184 @@ class TestWiring:
         (got,) = pull(ap.Signal(jnp.zeros((2, 2)), m))
         for k in range(2):
             np.testing.assert_allclose(got.port[..., k], jax.vjp(function, x)[1](m[..., k])[0], rtol=1e-6)
+
+
+B, T, N = 4, 3, 5
+
+
+def draw(dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(0.7 * rng.standard_normal(shape), dtype)
+    params = {"w": array(N, N), "v": array(N, N), "b": array(N), "heads": array(2, N, N), "table": array(6, N)}
+    return params, (array(B, T, N), array(B, T, N))
+
+
+def hidden(m, at, p, s):
+    s = m.activation(at["tanh"], jnp.tanh, m.dense(at["in"], s, p["w"], p["b"]))
+    return m.bias(at["bias"], m.scale(at["scale"], s, p["b"]), p["b"])
+
+
+NETWORKS = {}
+
+
+def network(function):
+    NETWORKS[function.__name__] = function
+    return function
+
+
+def wired(function):
+    """The same wire for the hidden units and the targets."""
+
+    def made(m, at, p, x, y):
+        s = m.wire(function, hidden(m, at, p, at.signal(x)))
+        return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), function(y))
+
+    return made
+
+
+MERGED, SWAPPED = wired(lambda s: s.reshape(B * T, N)), wired(lambda s: jnp.swapaxes(s, 0, 1))
+NETWORKS |= {"merged with positions": MERGED, "swapped": SWAPPED, "half of the batch": wired(lambda s: s[: B // 2])}
+
+
+@network
+def the_batch_last(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.transpose(s, (2, 1, 0)), hidden(m, at, p, at.signal(x)))
+    s = m.activation(at["again"], jnp.sin, s)
+    return m.squared_error(at["loss"], s, jnp.transpose(y, (2, 1, 0)))
+
+
+@network
+def two_batches_concatenated(m, at, p, x, y):
+    a, b = hidden(m, at, p, at.signal(x)), m.dense(at["b"], at.signal(jnp.sin(x)), p["w"])
+    s = m.wire(lambda a, b: jnp.concatenate([a, b]), a, b)
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.concatenate([y, y + 1]))
+
+
+@network
+def mean_over_the_batch_without_its_axis(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.mean(s, axis=0), hidden(m, at, p, at.signal(x)))
+    return m.softmax_cross_entropy(at["loss"], m.dense(at["out"], s, p["v"]), jax.nn.softmax(y[0]))
+
+
+@network
+def similarities_of_the_batch(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.einsum("btn,ctn->bc", s, s), hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.activation(at["again"], jnp.sin, s), jnp.eye(B, dtype=x.dtype))
+
+
+@network
+def a_loss_of_another_batch_axis(m, at, p, x, y):
+    s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
+    other = m.squared_error(at["other"], m.wire(lambda s: jnp.mean(s, axis=0, keepdims=True), s), y[0, :1])
+    out = m.readout(at["read"], m.dense(at["out"], s, p["v"]))
+    return jnp.mean(other) + jnp.mean(jnp.cosh(out)) + 0.3 * jnp.mean(m.squared_error(at["loss"], s, y.reshape(-1, N)))
+
+
+@network
+def embedded_positions(m, at, p, x, y):
+    s = hidden(m, at, p, at.signal(x))
+    s = m.wire(lambda s, e: s + e, s, m.embedding(at["positions"], jnp.arange(T), p["table"]))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"]), y)
+
+
+@network
+def heads_by_vmap_and_their_losses(m, at, p, x, y):
+    s = hidden(m, at, p, at.signal(x))
+    head = lambda w, c: m.squared_error(at["loss"], m.bias(at["b"], m.dense(at["heads"], s, w), p["b"]), c * y)
+    return jnp.mean(jax.vmap(head)(p["heads"], jnp.asarray([1.0, 2.0], x.dtype)))
+
+
+@network
+def examples_by_vmap_in_vmap(m, at, p, x, y):
+    one = lambda x, w: hidden(m, at, p, m.dense(at["w"], at.signal(x[None]), w))
+    s = jax.vmap(jax.vmap(one, (0, None)), (None, 0))(x, p["heads"])
+    s = m.wire(lambda s: jnp.sum(s, axis=0).reshape(B, T, N), s)
+    return m.squared_error(at["loss"], s, y)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_exact_rule_is_sgd(name, x64):
+    function, (params, batch) = NETWORKS[name], draw()
+
+    @jit
+    def both(params, batch):
+        rule, made = mplp.Exact(0.5), lambda at, p, batch: function(mplp, at, p, *batch)
+        updates, _, metrics = first_step(rule, made, params, batch)
+        plain = lambda p: jnp.mean(function(Plain, Plain(), p, *batch))
+        loss, gradient = jax.value_and_grad(plain)(params)
+        return (updates, metrics["loss"]), (jax.tree.map(lambda g: -0.5 * g, gradient), loss)
+
+    got, expected = both(params, batch)
+    close(got, expected, rtol=1e-11, atol=1e-12)
+    assert sum(bool(jnp.any(u != 0)) for u in jax.tree.leaves(got[0])) >= 2
+
+
+def test_a_learned_rule_does_not_see_where_the_positions_are(x64):
+    """A learned rule that is no gradient descent updates a merged and an unmerged sequence alike."""
+    params, batch = draw()
+
+    def updates(function):
+        made = lambda at, p, batch: function(mplp, at, p, *batch)
+        rule = mplp.Separable(mplp.sites(made, params, batch), message_size=2, hidden=4, rngs=nnx.Rngs(0))
+        rule = jax.tree.map(lambda x: x + 0.1, rule)
+        return jit(lambda params: first_step(rule, made, params, batch)[0])(params)
+
+    expected = updates(wired(lambda s: s))
+    for function in (MERGED, SWAPPED):
+        close(updates(function), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_inputs_of_two_batch_sizes_are_refused():
+    places = mplp.Places(mplp.Exact(0.1))
+    places.signal(jnp.ones((4, 2)))
+    words = r"its first input has 4 examples, this one, of shape \(1, 2\), has 1"
+    refused(ValueError, words, places.signal, jnp.ones((1, 2)))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("remat", [False, True, 1, 3, 99])
+def test_a_scan_is_the_same_whatever_it_remembers(remat):
+    """Seven steps, in segments that leave a rest, with inputs and outputs that are pytrees."""
+
+    def total(start, inputs, scan):
+        step = lambda s, x: (jnp.sin(s) + x["a"], {"s": s, "square": s[:, None] * x["a"]})
+        end, outputs = scan(step, start, inputs)
+        return jnp.sum(end) + jnp.sum(outputs["square"] ** 2), outputs
+
+    start, inputs = jnp.ones(2), {"a": jnp.linspace(0.0, 1.0, 14).reshape(7, 2)}
+    scan = lambda step, carry, inputs: mplp.scan_steps(step, carry, inputs, remat=remat)
+    derivative = lambda scan: jax.jit(lambda s, x: jax.value_and_grad(total, (0, 1), has_aux=True)(s, x, scan))
+    close(derivative(scan)(start, inputs), derivative(jax.lax.scan)(start, inputs), rtol=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("remat", [False, 2])
+def test_inputs_of_several_lengths_are_refused(remat):
+    scan = functools.partial(mplp.scan_steps, lambda s, x: (s, s), jnp.ones(2), remat=remat)
+    for inputs, length in [((jnp.ones(5), jnp.ones(7)), None), (jnp.ones(10), 5), (jnp.ones(()), None), (None, None)]:
+        refused(ValueError, "one leading axis", scan, inputs, length=length)
+
+
+@pytest.mark.quick
+def test_a_scan_of_no_steps_and_a_segment_of_none():
+    empty, _ = mplp.scan_steps(lambda s, x: (s + x, s), jnp.ones(2), jnp.ones((0, 2)), remat=True)
+    np.testing.assert_array_equal(empty, 1.0)
+    with pytest.raises(ValueError, match="remat must be an integer of at least 1, got 0"):
+        mplp.scan_steps(lambda s, x: (s + x, s), jnp.ones(2), jnp.ones((3, 2)), remat=0)
+
+
+@pytest.mark.quick
+def test_a_network_without_a_rule_is_made_of_plain_functions():
+    """It has a forward-mode derivative, and the outputs of its layers are those of the model's parts."""
+    first, second = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+    network, params = mplp.from_nnx(nnx.Sequential(first, jnp.tanh, second), mplp.squared_error)
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    hidden = x @ first.kernel[...]
+    expected = [hidden, jnp.tanh(hidden), jnp.tanh(hidden) @ second.kernel[...]]
+    names, outputs = zip(*network.layer_outputs(params, x), strict=True)
+    assert names == ("0_dense", "1_activation", "2_dense")
+    close(list(outputs), expected, rtol=1e-6)
+    value, tangent = jax.jvp(lambda x: network.predict(params, x), (x,), (jnp.ones_like(x),))
+    np.testing.assert_array_equal(value, outputs[-1])
+    slope = (1 - jnp.tanh(hidden) ** 2) * (jnp.ones_like(x) @ first.kernel[...])
+    np.testing.assert_allclose(tangent, slope @ second.kernel[...], rtol=1e-5)
