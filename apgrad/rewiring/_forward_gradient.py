@@ -6,6 +6,8 @@ with E v v' = 1, forward mode gives J v with y, and nothing else is kept. To a m
 whose expectation is E v v' J' m = J' m; its variance grows with the number of inputs.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +52,7 @@ def forward_gradient(where: Where = None) -> Rule:
         def backward(memory, message):
             draws, tangent = memory
             pairs = zip(jax.tree.leaves(message), jax.tree.leaves(tangent), strict=True)
-            along = sum(jnp.sum(jnp.real(m * t)) for m, t in pairs if t.dtype != jax.dtypes.float0)
+            along: Any = sum(jnp.sum(jnp.real(m * t)) for m, t in pairs if t.dtype != jax.dtypes.float0)
             return tuple(None if draw is None else along.astype(draw.dtype) * jnp.conj(draw) for draw in draws)
 
         return Propagator(forward, backward)

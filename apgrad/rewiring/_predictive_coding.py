@@ -95,7 +95,7 @@ def _value_node(site: ProgramSite, value: jax.Array) -> Propagator:
         prediction, pullback = jax.vjp(site.function, *inputs)
         return value, (jnp.conj(value - prediction), pullback)
 
-    def backward(memory, message, result):
+    def backward(memory, message, *result):
         error, pullback = memory
         return message + error, *pullback(-error)
 
@@ -109,4 +109,4 @@ def _prediction(site: ProgramSite, zeros: jax.Array) -> Propagator:
         prediction = site.function(*inputs)
         return prediction, (prediction, inputs)
 
-    return Propagator(forward, lambda memory, message, result: (memory[0], *(None for _ in memory[1])))
+    return Propagator(forward, lambda memory, message, *result: (memory[0], *(None for _ in memory[1])))

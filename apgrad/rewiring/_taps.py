@@ -226,7 +226,7 @@ def _identity(name: str, jvp: Any = None) -> Primitive:
 
 
 def _tap_jvp(primals, tangents, **params):
-    flag = _flag(*primals, params["name"], params["mapped"])
+    flag = _flag(primals[0], params["name"], params["mapped"])
     return _tap_p.bind(*primals, **params), _tangent_p.bind(*tangents, *primals, flag, **params)
 
 
