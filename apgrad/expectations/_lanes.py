@@ -10,11 +10,15 @@ import numpy as np
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
-            rows = f"If its rows are the lanes, give ap.expectation lanes={len(leaf)}. " if jnp.ndim(leaf) else ""
+            instead = "Broadcast it"
+            if jnp.ndim(leaf):
+                instead = (
+                    f"If its {len(leaf)} rows are examples that are lanes, give ap.expectation or ap.value_and_grad "
+                    f"lanes={len(leaf)}, and no data=; if the lanes share it, close over it, or broadcast it"
+                )
             raise ValueError(
                 f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
-                f"leading axis, ({lanes}, ...). {rows}If the lanes share it, close over it, or broadcast it with "
-                "jnp.broadcast_to(x, (tape.lanes, *x.shape))."
+                f"leading axis, ({lanes}, ...). {instead} with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
             )
 
 
