@@ -82,8 +82,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     outer = meta_train.family_gradient([member for member in family if member[1] == 20])
     sites = meta_train.places(family)  # of deeper networks, too
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(meta_train.schedule(config.steps, 2e-3)))
-    place, begun = harness.checkpoint(config, cell), made(cell["rule"], sites)
-    trained, _, skipped = meta_curves.train(outer, optimizer, begun, config.seed, config.steps, 1, place)
+    saved, begun = harness.checkpoint(config, cell), made(cell["rule"], sites)
+    trained, _, skipped = meta_curves.train(outer, optimizer, begun, config.seed, config.steps, 1, saved)
     drawn = mplp_settings.Config(images=config.images, runs=config.runs)
     numbers = (i for i in itertools.count() if mplp_settings.draw_setting(i, config.images).activation != "step")
     found = {}

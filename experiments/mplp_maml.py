@@ -98,8 +98,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     else:
         learner, outer, theta = outer_gradient(config, cell["method"], seed)
         optimizer = optax.chain(meta.normalize_tensors(), optax.adam(config.rate))
-        place = harness.checkpoint(config, cell)
-        theta, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, POINTS, place)
+        saved = harness.checkpoint(config, cell)
+        theta, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, POINTS, saved)
     evaluate = meta_curves.evaluation(task, learner, 1, config.runs, STEPS)
     prior, random = (evaluate(theta.learner, start).tolist() for start in (theta.prior, None))
     example = meta_curves.example(task, learner, theta.learner, STEPS, theta.prior)

@@ -70,8 +70,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         rule: Any = mplp.load_published(path, meta_curves.sites(task))
     else:
         rule = mplp_from_random.new_rule("mnist", task, seed, None)
-    place = harness.checkpoint(config, cell)
-    trained, losses, skipped = meta_curves.train(outer, optimizer, rule, seed, config.steps, 20, place)
+    saved = harness.checkpoint(config, cell)
+    trained, losses, skipped = meta_curves.train(outer, optimizer, rule, seed, config.steps, 20, saved)
     judged = meta_curves.evaluation(
         test := mplp_from_random.task_of("mnist", judged=True, transfer=config.network),
         meta.message_passing(test.network),

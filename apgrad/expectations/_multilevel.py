@@ -149,7 +149,8 @@ def multilevel(
 
 def _wide(tree):
     """All arrays in one precision, the widest of theirs and float32: they are scaled by a length that is common."""
-    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real_dtype(tree))), tree)
+    real = real_dtype(tree)
+    return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real)), tree)
 
 
 def _rows(x):

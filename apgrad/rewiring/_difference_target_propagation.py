@@ -65,7 +65,9 @@ def difference_target_propagation(
         arrays: list[Any] = [*site.inputs[:1], site.output]
         one = len(site.inputs) - site.weights == 1 and site.weights and not isinstance(site.output, tuple)
         if not one or not all(x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-            raise ValueError(f"the rule takes layers with one array (..., n) to one (..., m), of floats; got {site}")
+            raise ValueError(
+                f"target propagation takes layers with one array (..., n) to one (..., m), of floats; got {site}"
+            )
         if site.stacked:
             raise ValueError(f"{site} is another layer at each step of a scan; call the layers in a Python loop")
         n, m, dtype = *(x.shape[-1] for x in arrays), site.inputs[0].dtype

@@ -86,13 +86,13 @@ def thesis_adam(rate: float = 1e-3) -> optax.GradientTransformation:
 
 
 def train(
-    outer: meta.OuterGradient, optimizer: Any, theta: Any, seed: int, steps: int, points: int, place: harness.Checkpoint
+    outer: meta.OuterGradient, optimizer: Any, theta: Any, seed: int, steps: int, points: int, saved: harness.Checkpoint
 ) -> tuple[Any, list[float], int]:
     """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped.
 
     The training goes on where it was killed; a hundredth of it may be lost, or 50 steps. The harness knows its code.
     """
-    key, every, folder = jax.random.key(seed), max(50, steps // 100), place.path.with_suffix("")
+    key, every, folder = jax.random.key(seed), max(50, steps // 100), saved.path.with_suffix("")
     done = meta.train(outer, optimizer, theta, key, steps, folder=folder, version="1", every=every, progress=False)
     losses = np.atleast_1d(np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"])
     stretches = np.array_split(losses, min(points, len(losses)))
