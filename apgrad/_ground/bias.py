@@ -1,23 +1,21 @@
 """Whether the mean of many estimates is the truth: one decision for all the elements of a pytree.
 
-An estimate without bias shall be called biased as rarely as a normal number of `bound` standard errors happens, however
-many elements there are. Each kind of element has its own test.
+An estimate without bias is called biased as rarely as a normal number exceeds `bound`, however many elements there are.
 
-*Many elements.* The samples come in m blocks, with sums S_b of (estimate - truth). An element's statistic is
+*Many elements.* The samples come in m blocks, with sums S_b of (estimate - truth). An element's statistic T,
 
     T^2 = (sum_b S_b)^2 / sum_b S_b^2,
 
-Student's with m - 1 degrees of freedom. Without bias its distribution is nearly what it is when each block gets a
-random sign (the wild bootstrap). Elements that depend on each other share their signs; so the largest T of 1,000 draws
-of signs says of how many independent elements the largest is, k: the smallest p-value counts k times.
+grows with Student's t of m - 1 degrees of freedom. Without bias its distribution is nearly what it is when each block
+gets a random sign (the wild bootstrap). Elements that depend on each other share their signs; so the largest T of 1,000
+draws of signs says of how many independent elements the largest is, k: the smallest p-value counts k times.
 
 *Elements that few samples reach*: fewer than 30 draws unlike the usual one make no standard error. All the elements of
 their array (and of all arrays of 30 elements and more) are judged together, by the U-statistic of the squared bias
 
     U = sum over b != c of <S_b, S_c> = sum over b != c of G_bc,
 
-whose mean is the square of the bias. Under random signs it has the mean 0, the second moment 2 sum G^2 and the third
-8 tr G^3; its tail is that of a chi-square with these moments.
+whose mean is the squared bias; its tail is a chi-square's with its moments under random signs, 0, 2 sum G^2, 8 tr G^3.
 
 *Such elements one by one.* Jumps of the size R that is seen in their array may just not have happened, and a mean may
 be off by sqrt(2 V L / n) + R L / n, L = log(2 elements / p), V the mean square of (estimate - truth) (Bernstein's
@@ -39,14 +37,12 @@ ROUNDING = 10 * float(np.finfo(np.float32).eps)
 
 
 class Distance(NamedTuple):
-    """How far the mean of estimates is off where it is farthest, in standard errors, infinite for a mean that is not
-    finite; how many of them chance explains; what an error says; the smallest bias that would have been found.
-    """
+    """How far the mean of estimates is off where it is farthest."""
 
-    off: float
-    bound: float
-    words: str
-    visible: float = 0.0
+    off: float  # in standard errors; infinite for a mean that is not finite
+    bound: float  # how many standard errors chance explains
+    words: str  # what an error says
+    visible: float = 0.0  # the smallest bias that would have been found
 
 
 class _Leaf(NamedTuple):

@@ -1,4 +1,4 @@
-"""The norm of a pytree, and a pytree scaled to a norm, where squares, sums and inverses may overflow or vanish."""
+"""The Euclidean norm of pytrees, and pytrees scaled to it, where squares, sums and inverses may overflow or vanish."""
 
 from typing import Any
 
@@ -8,10 +8,7 @@ import numpy as np
 
 
 def rescaled(tree: Any, norm: Any, *, shorten: bool = False) -> Any:
-    """The pytree scaled to a Euclidean norm, or with `shorten` to at most that norm. Zeros stay zeros.
-
-    If an element is infinite, all elements become NaN, since the direction is not known.
-    """
+    """Scales a pytree to a norm, or with `shorten` to at most that. Zeros stay zeros; an infinity makes all NaN."""
     size, length = scaled_norm(tree)
     factor = jnp.where(jnp.isfinite(length), norm / jnp.where(length == 0, 1, length), jnp.nan)
 
@@ -48,9 +45,7 @@ def real_dtype(tree: Any) -> Any:
 
 
 def largest(sizes: list[jax.Array]) -> jax.Array:
-    """The largest of n arrays of sizes, element by element.
-
-    XLA makes n - 1 cheap operations of a maximum over what was just stacked, and repeats them in the loop of each array
-    that is divided by it: n times n of them. With an absolute value between, which changes no size, it does not.
-    """
+    """The largest of n arrays of sizes, element by element."""
+    # XLA makes n - 1 cheap operations of a maximum over what was just stacked, and repeats them in the loop of each
+    # array that is divided by it: n times n of them. An absolute value between, which changes no size, prevents it.
     return jnp.max(jnp.abs(jnp.stack(sizes)), axis=0)

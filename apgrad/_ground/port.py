@@ -24,13 +24,10 @@ def refuse_arithmetic(cls: Any, instead: str) -> None:
 
 
 def port(template: Any) -> Any:
-    """Makes a port for messages of the template's form.
+    """A port for messages: zeros of the template's structure, shapes and dtypes, whose gradient is the message.
 
     Args:
       template: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`s, which has the form of the messages.
-
-    Returns:
-      Zeros of the template's structure, shapes and dtypes. The gradient with respect to them is the message.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -47,14 +47,12 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 
     Args:
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
-      perturbed: call `forward(*inputs, perturbed=flags)`, with Python bools in the structure of the inputs, which say
-        what is differentiated.
+      perturbed: call `forward(*inputs, perturbed=flags)`; for each array a Python bool says if it is differentiated.
 
     Raises:
       TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, if a derivative is asked for of an
         array that `forward` closes over, and in forward mode.
-      ValueError: at trace time, for messages that do not match the inputs, an output without floating-point arrays, or
-        a `forward` that changes its inputs in place.
+      ValueError: at trace time, for messages unlike their inputs, an output without floats, or inputs changed in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -27,8 +27,7 @@ def flow(
 ) -> list[Any]:
     """The facts at a program's outputs.
 
-    In a scan `entry` makes an array's fact that of one of its entries, `stack` undoes it, and `held` makes a fact that
-    of what is the same in all steps.
+    In a scan `entry` turns an array's fact into an entry's, `stack` undoes it, and `held` is for what all steps share.
     """
 
     def enter(inner, facts):

@@ -1,7 +1,4 @@
-"""Programs: trace a function, evaluate its equations one by one, and give a function other inputs.
-
-What stands inside an equation (`nested`, `rebuild`) comes from `control.py`.
-"""
+"""Programs: trace a function, evaluate its equations one by one, and give a function other inputs."""
 
 import re
 import sysconfig

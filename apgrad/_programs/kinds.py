@@ -1,7 +1,4 @@
-"""Primitives by what they do: the one table of their names, each in as many sets as say so.
-
-What is in no set is treated with the greatest care: it is not linear, it has a derivative, it moves nothing.
-"""
+"""Primitives by what they do. One in no set is treated as not linear, as having a derivative, and as moving nothing."""
 
 
 def _names(text: str) -> frozenset[str]:

@@ -1,8 +1,7 @@
 """Whether a program is linear in some of its inputs, as a backward pass must be if messages are sums over edges.
 
 The backward pass of a `custom_vjp` function is any function of the message; what weighs or randomises edges is right
-for linear ones only. Each variable of the program is zero, constant (it does not depend on the inputs in question),
-linear in these inputs, or something else, as is what is not known to be linear.
+for linear ones only. A variable is zero, constant (whatever the inputs are), linear in them, or anything else.
 """
 
 from collections.abc import Sequence

@@ -14,8 +14,7 @@ def trace(
 ) -> tuple[jaxprs.Program, Any]:
     """The program of `function(put(*arrays))` and its output's shapes, or an error if it writes to what it is given.
 
-    Transformations of Flax NNX write back what was there. So an argument is changed if what stands in it afterwards is
-    not, in the program, what came in.
+    Flax NNX writes back what was there. So an argument is changed if the program leaves in it what did not come in.
     """
 
     def traced(*arrays):

@@ -1,7 +1,4 @@
-"""Statistical tests of gradient estimators, for apgrad's own and for yours.
-
-A bias of a standard error or two is found by more samples, not by a tighter bound.
-"""
+"""Statistical tests of gradient estimators. A small bias is found by more samples, not by a tighter bound."""
 
 from apgrad.testing._certify import *
 from apgrad.testing._lanes import assert_independent_lanes as assert_independent_lanes

@@ -16,7 +16,7 @@ def assert_independent_lanes(
 ) -> None:
     """Asserts that lanes do not act on each other: other samples in some of them leave the others' costs as they are.
 
-    Likelihood-ratio credit and cross-fitting rely on it. The program runs 1 + 2 log2(lanes) times; few are enough.
+    Likelihood-ratio credit and cross-fitting rely on it. It takes 1 + 2 log2(lanes) runs; a few lanes are enough.
 
     Args:
       program: `program(tape, *args) -> tape`, as in `ap.expectation`.
@@ -36,7 +36,6 @@ def assert_independent_lanes(
       ...     return tape.cost((x - jnp.mean(x)) ** 2)
       >>> ap.testing.assert_independent_lanes(program, 4, jax.random.key(0), 1.0)
       Traceback (most recent call last):
-          ...
       AssertionError: the cost of lane ... moved from ... to ... when other lanes drew other samples: ...
     """
     lanes = whole("lanes of assert_independent_lanes, which disturbs half of them,", lanes, 4)

@@ -13,9 +13,7 @@ STANDARD_ERRORS = 4.0  # how far off the mean of a single element may be
 
 
 class Moments(NamedTuple):
-    """Sample moments of an estimator, pytrees of float64 arrays of the estimate's structure: the mean over the samples,
-    the unbiased variance of one sample, the standard error of the mean; and how many samples there are.
-    """
+    """Mean, unbiased variance of one sample and standard error of the mean: pytrees like the estimate, in float64."""
 
     mean: Any
     variance: Any
@@ -78,8 +76,8 @@ def assert_unbiased(
 ) -> float:
     """Asserts that the mean of many estimates is the truth, as far as chance explains the difference.
 
-    Of one element that is 4 standard errors, exceeded once in 16,000 times; the largest of many exceeds its bound as
-    rarely.
+    It returns how many standard errors the worst element is off (0 where nothing varies). Chance takes one element
+    farther than 4 once in 16,000 times; the worst of many passes its bound as rarely.
 
     Args:
       estimate_fn: `key -> estimate`, a pytree of real arrays.
@@ -87,9 +85,6 @@ def assert_unbiased(
       key: a PRNG key.
       num_samples: how many estimates, at least 2.
       batch_size: how many estimates are computed at once.
-
-    Returns:
-      How many standard errors the worst element was off (0 where nothing varies).
 
     Raises:
       AssertionError: naming the element, its mean and standard error, the truth and the distance.
@@ -99,7 +94,6 @@ def assert_unbiased(
       >>> import jax, apgrad as ap
       >>> ap.testing.assert_unbiased(jax.random.normal, 1.0, jax.random.key(0), 1000)
       Traceback (most recent call last):
-          ...
       AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples; 4 are chance)
     """
     worst = bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, STANDARD_ERRORS)
