@@ -30,10 +30,9 @@ Baseline = Literal["leave_one_out", "standardized"] | None | Callable[..., Any] 
 def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
     """A baseline b(parameters, inputs) that learns the cost-to-go G by the gradient of (b - G)^2 / 2.
 
-    Its parameters are arguments of the objective, whose value does not depend on them: their gradient is the
-    regression's, averaged over lanes and summed over nodes. It reaches arguments that lanes share, not a lane's own.
-    Other parameters of the program that the function uses get the sum of both gradients, which is not the gradient of
-    the expected cost: hold them constant in the function by `jax.lax.stop_gradient`.
+    Its parameters are arguments of the objective that lanes share, whose gradient is the regression's alone, averaged
+    over lanes and summed over nodes. Other parameters that the function uses get the sum of both gradients, which is
+    not the gradient of the expected cost: hold them constant in it by `jax.lax.stop_gradient`.
 
     Args:
       function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one

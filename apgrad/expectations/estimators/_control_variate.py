@@ -1,22 +1,19 @@
 """What REBAR and RELAX share: a control variate along a relaxation of the choice, trained on the variance.
 
 Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optimizing control variates for black-box
-gradient estimation", ICLR 2018, equation 7 and appendix A (Tucker et al., 2017, for the conditional relaxation). A
-discrete choice is x = H(z) of a continuous z: of a Bernoulli choice with logit phi, or a categorical one with
-log-probabilities phi_i,
+gradient estimation", ICLR 2018, equation 7 and appendix A. A discrete choice is x = H(z) of a continuous z: a Bernoulli
+one with logit phi, or a categorical one with log-probabilities phi_i,
 
     z = phi + logit(u),  x = 1[z > 0],            z_i = phi_i - log(-log u_i),  x = argmax z_i.
 
 Let z' be another z with the same x, drawn from p(z | x), and k any function. Then E[k(z)] = E_x[E[k(z') | x]] for every
-theta, so that with z and z' as differentiable functions of theta, and e the exponential of a zero with the derivatives
-of log p(x),
+theta, so that with z and z' differentiable in theta, and e the exponential of a zero with the derivatives of log p(x),
 
     k(z) - k(z') e                                                                                    (*)
 
-has expectation 0, together with all of its derivatives: a control variate for c(x) e. It enters as a zero with the
-derivatives of (*), so that the value of the cost stays c(x).
+has expectation 0, with all of its derivatives: a control variate for c(x) e. It enters as a zero with its derivatives.
 
-*The conditional relaxation, from the same noise* (Tucker et al., appendix: the coupling). Given x, z is a fixed
+*The conditional relaxation, from the same noise* (Tucker et al., 2017, appendix: the coupling). Given x, z is a fixed
 function of noise w whose distribution does not depend on theta: for Bernoulli choices (x = 1; x = 0 mirrors it)
 
     z' = softplus(w + softplus(phi)),     w = log(exp(z) - 1) - softplus(phi),
@@ -67,10 +64,7 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
 
 
 def second_moment(surrogate: Callable[[Any], Any], choices: Choices) -> jax.Array:
-    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits.
-
-    The surrogate's categorical logits are logarithms of probabilities, in all directions but those of their sum.
-    """
+    """|g|^2 of each lane, (lanes,), with g the gradient of its cost with respect to its logits before normalization."""
     normalized = jax.nn.log_softmax if choices.categorical else lambda phi: phi
     return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(normalized(phi))))(lax.stop_gradient(choices.logits)) ** 2)
 

@@ -8,12 +8,11 @@ With logits phi, p = sigmoid(phi), u uniform, x = 1[u < p] and x' = 1[1 - u < p]
 
 estimates the derivative with respect to phi.
 
-*Derivation.* Let h(x, x') be antisymmetric. The joint distribution of the pair is symmetric, so that E[1/2 (c(x) -
-c(x')) h] = E[c(x) h] = E[c(x) E[h | x]], also where c looks at many choices, since the pairs of different choices are
-independent. So h may be anything with E[h | x] = d log p(x) / dphi = x - p. The pair differs with probability 2 min(p,
-1 - p), each way equally likely. For h = r (x - x') therefore E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r =
-max(p, 1 - p), and E[h | x = 0] = -p likewise. Both outcomes are
-samples: the first goes on, and the cost is the mean of the two.
+*Derivation.* Let h(x, x') be antisymmetric. The pair's distribution is symmetric, so that E[1/2 (c(x) - c(x')) h] =
+E[c(x) h] = E[c(x) E[h | x]], also where c looks at many choices, whose pairs are independent. So h may be anything with
+E[h | x] = d log p(x) / dphi = x - p. The pair differs in each way with probability min(p, 1 - p). So for h = r (x -
+x'), E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r = max(p, 1 - p), and E[h | x = 0] = -p likewise. Both
+outcomes are samples: the first goes on, and the cost is the mean of the two.
 """
 
 from collections.abc import Callable

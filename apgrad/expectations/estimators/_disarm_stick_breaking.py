@@ -1,15 +1,13 @@
 """DisARM with stick-breaking: an antithetic pair for categorical choices.
 
-Dong, Mnih & Tucker, "Coupled gradient estimators for discrete latent variables", NeurIPS 2021. Breaking a stick makes a
-category of binary choices: with probabilities p_0 ... p_{K-1} and the tails P_k = p_k + ... + p_{K-1}, the bit b_k is 1
-with probability v_k = p_k / P_k, and the category z is the first k whose bit is 1. Antithetic bits b' (as in
-`_disarm.py`) make a second category z'.
+Dong, Mnih & Tucker, "Coupled gradient estimators for discrete latent variables", NeurIPS 2021. A category is made of
+bits: with probabilities p_0 ... p_{K-1} and the tails P_k = p_k + ... + p_{K-1}, the bit b_k is 1 with probability v_k
+= p_k / P_k, and z is the first k whose bit is 1. Antithetic bits b' (`_disarm.py`) make another, z'.
 
-*Derivation.* As there, 1/2 (c(z) - c(z')) h is right, for h = sum of h_k antisymmetric, if E[c(z) h_k] is
-E[c(z) d log p(b_k)] for each k. Take the bits one after the other.
+*Derivation.* As there, 1/2 (c(z) - c(z')) h is right, for h = sum of h_k antisymmetric, if E[c(z) h_k] is E[c(z) d log
+p(b_k)] for each k. Take the bits one after the other, s_k being the score of bit k.
 
-* Both categories still open at k: h_k = r_k (s_k(b_k) - s_k(b'_k)) with r_k = max(v_k, 1 - v_k) and s_k the score of
-  the bit, whose expectation given b_k is s_k(b_k), as shown there.
+* Both categories open at k: h_k = r_k (s_k(b_k) - s_k(b'_k)), of mean s_k(b_k) given b_k, with r_k = max(v_k, 1 - v_k).
 * z open and z' decided: h_k = s_k(b_k).
 * z decided: h_k = -s_k(b'_k) with z' open, else 0: of expectation 0 given z, as c(z) does not depend on b_k.
 

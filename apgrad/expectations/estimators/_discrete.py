@@ -1,7 +1,4 @@
-"""What the estimators of discrete choices ask of a distribution: its outcomes, its logits, and floating-point outcomes.
-
-A distribution of batch shape (lanes, *rest) is `rest` independent choices on each lane, also within `to_event`.
-"""
+"""What estimators of discrete choices ask of a distribution (lanes, *rest): `rest` independent choices on each lane."""
 
 from typing import Any, NamedTuple
 

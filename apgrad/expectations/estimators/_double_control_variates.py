@@ -9,15 +9,14 @@ own cost and to the costs in its baseline. With mu the mean of the distribution 
 
     1/k  sum over j of  (c(x_j) - a v_j . (x_j - mu) - b_j) (e_j - 1)  +  a v_j . zero(mu)
 
-with e_j the exponential of a zero that has the derivatives of log p(x_j), and zero(mu) a zero that has the derivatives
-of mu.
+with e_j the exponential of a zero with the derivatives of log p(x_j), and zero(mu) a zero with those of mu.
 
 *Unbiased, to every order.* v_j and b_j do not depend on x_j and are constants to differentiation. E[b_j (e_j - 1)] = 0.
 The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are the derivatives of v_j . mu; the
 last term gives them back. For a cost that is linear in x, and a = 1, no variance is left.
 
 With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between them a = 1 can be
-worse than that. As in the paper, a is trained on the variance (`_control_variate.py`).
+worse than that. As in the paper, a can be trained on the variance (`_control_variate.py`).
 """
 
 from typing import Any
@@ -39,8 +38,7 @@ from apgrad.expectations.estimators._discrete import choices, relaxable, relaxed
 def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceEstimator:
     """Leave-one-out with a linear control variate, for discrete choices with a mean; `ap.choose` takes it.
 
-    The continuation is given floating-point outcomes, one-hot for a categorical choice, where its cost must be
-    differentiable in x.
+    The continuation is given floating-point outcomes, one-hot for a category; its cost must be differentiable in x.
 
     Args:
       samples: how many samples the continuation, and its gradient in x, are evaluated at, at least 2.

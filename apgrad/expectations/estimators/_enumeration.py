@@ -2,8 +2,7 @@
 
     E[c(x)] = sum over x of p(x; theta) c(x)
 
-is differentiated as it stands: exact to any order, for one evaluation of the continuation an outcome. The choices of
-one lane are enumerated jointly, which is exponential in their number.
+is exact to any order, for one evaluation of the continuation a joint outcome: exponentially many in a lane's choices.
 """
 
 import functools
@@ -18,8 +17,7 @@ from apgrad.expectations.estimators._discrete import enumerated, number_of_outco
 def enumeration() -> ChoiceEstimator:
     """The exact sum over all outcomes, for any distribution with `enumerate_support`; `ap.choose` takes it.
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), the derivative with respect to it comes out
-    as 0, because NumPyro clips probabilities: take logits.
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), its derivative comes out as 0: take logits.
 
     Raises:
       TypeError: at trace time, for a distribution whose outcomes cannot be enumerated.

@@ -31,15 +31,11 @@ class Estimator(NamedTuple):
 
     Attributes:
       name: the estimator's name in errors.
-      pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
-        go through. None: the sample is drawn plainly and carries no derivative.
-      score: `(distribution, x) -> log-density`, or anything else of its shape with the derivative which the
-        cost-to-go is to multiply: only the derivative counts, and where the value is NaN or infinite the objective is
-        NaN. None: the choice is not charged with costs.
-      baseline: what is taken off the cost-to-go of an estimator with a score: None, `"leave_one_out"` (the mean of the
-        other lanes' costs), `"standardized"` (biased), `ap.learned_baseline(function)`, or a function that does not
-        know what the choice decides: with `ap.stochastic` `(*arguments of one lane) -> scalar`, with `ap.sample`
-        `(distribution) -> (lanes,)`.
+      pathwise: `(distribution, key) -> x`, a sample with the derivative for the message to x. None: a plain sample.
+      score: `(distribution, x) -> log-density`, or anything of its shape whose derivative the cost-to-go is to
+        multiply; where its value is NaN or infinite the objective is NaN. None: the choice is not charged with costs.
+      baseline: what is taken off the cost-to-go, as in `likelihood_ratio`. A function may not know what the choice
+        decides: in `ap.stochastic` `(*arguments of one lane) -> scalar`, in `ap.sample` `(distribution) -> (lanes,)`.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       every_order: the claim holds for derivatives of any order; else differentiating twice is a `TypeError`.
@@ -82,8 +78,7 @@ class Mixer(NamedTuple):
     Example:
       >>> import apgrad as ap, jax.numpy as jnp
       >>> half = ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5]))
-      >>> estimators = (ap.reparameterization(), ap.likelihood_ratio())
-      >>> ap.Mixer("half and half", estimators, ap.weights.Weights(half)).name
+      >>> ap.Mixer("half and half", (ap.reparameterization(), ap.likelihood_ratio()), ap.weights.Weights(half)).name
       'half and half'
     """
 

@@ -14,9 +14,8 @@ Gaussian. C_mu and C_Sigma are taken by backpropagation through samples of the f
 moments the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean of all
 lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat equation), so
 that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from the others'
-covariance, and taken off. For a quadratic cost this is exact, and the gradient unbiased for Gaussian states with any
-number of lanes; other costs leave a bias of order 1 / L. The pathwise derivative (`pathwise="shaped"`) is that of g at
-fixed moments of the others, C_mu + 2 C_Sigma m.
+covariance, and taken off. For a quadratic cost this is exact with any number of lanes. The pathwise derivative
+(`pathwise="shaped"`) is that of g at fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
 import functools
@@ -44,9 +43,8 @@ _REASON = (
 def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Shaping for `tape.cost(cost_function, x, shaping=gaussian_shaping())`.
 
-    The objective's value, and the derivative with respect to what the cost function closes over, stay those of the raw
-    costs. The gradient is unbiased for Gaussian states and costs that are quadratic in them; other costs leave a bias
-    of order 1 / lanes, other states one that stays.
+    The value, and derivatives by what the cost function closes over, are the raw costs'. The gradient is unbiased for
+    Gaussian states and quadratic costs; other costs leave a bias of order 1 / lanes, other states one that stays.
 
     Args:
       pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).

@@ -3,8 +3,7 @@
     d/dtheta E[f(x)] = E[f(x) d log p(x; theta) / dtheta]
 
 (Glynn, 1990; Williams, 1992; Proppo, section 2.2 and its LRProp). Only the density is differentiated, never f or the
-sampler, so it serves discrete choices and costs that are not differentiable, and no Jacobian product can explode. The
-node's message is the lane's cost-to-go less a baseline (`_tape.py`).
+sampler, so it serves discrete choices and costs that are not differentiable, and no Jacobian product can explode.
 """
 
 import functools
@@ -24,11 +23,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
-      TypeError: when differentiated, for a distribution whose support moves with a parameter (a uniform's
-        bounds): the score does not see that.
-      FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite, or more
-        coarsely than its scale, or that NumPyro clipped to an end of the unit interval or simplex (a Beta or Dirichlet
-        sample may be clipped: its score is right).
+      TypeError: when differentiated, for a distribution whose support moves with a parameter (a uniform's bounds).
+      FloatingPointError: when it runs, for a sample rounded to where its density is 0 or infinite, or more coarsely
+        than its scale, or clipped by NumPyro to an end of the unit interval or simplex (but for Beta and Dirichlet).
 
     Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), no sample shows what the outcome would cost,
     and the derivative with respect to it comes out as 0: take logits.

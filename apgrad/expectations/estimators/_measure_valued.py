@@ -48,17 +48,14 @@ def measure_valued() -> ChoiceEstimator:
     """Measure-valued derivatives, for normal, Bernoulli, Poisson and gamma choices; `ap.choose` takes it.
 
     Raises:
-      TypeError: at trace time, for another distribution; when differentiated twice, or with respect to a gamma
-        distribution's shape.
+      TypeError: at trace time, for another distribution; when differentiated twice, or with respect to a gamma's shape.
 
     Example:
-      The cost jumps at 0, and the derivative is the density there:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, mean):
       ...     d = dist.Normal(jnp.broadcast_to(mean, (tape.lanes,)), 1.0)
       ...     return ap.choose(tape, d, lambda x: (jnp.where(x > 0, 1.0, 0.0), None), ap.measure_valued())[0]
-      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.0)).__round__(4)
+      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.0)).__round__(4)  # the density at the jump
       0.3989
     """
 

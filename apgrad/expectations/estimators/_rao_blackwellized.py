@@ -11,8 +11,7 @@ not depend on r, E_r[p(r) / q(r) b] = (1 - P) b to every order, so that
 
     b (p(r) / q(r) - (1 - P))
 
-is a control variate, for which b is the mean cost of the outcomes in T. The sample that goes on in the program is an
-outcome of T with its probability, and r otherwise.
+is a control variate with b the mean cost in T. What goes on is an outcome of T with its probability, and r otherwise.
 """
 
 import jax

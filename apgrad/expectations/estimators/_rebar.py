@@ -6,8 +6,7 @@ variable models", NeurIPS 2017. The control variate of `_control_variate.py` wit
     k(z) = eta c(sigmoid(z / temperature))     or     eta c(softmax(z / temperature)),
 
 the cost of relaxed choices (Maddison et al., 2017; Jang et al., 2017). A low temperature brings the relaxation near to
-the choice and makes its derivative wild, so there is a best one, and a best eta; both may be trained on the variance.
-What the continuation depends on besides x gets its derivative from c(x) alone.
+the choice, with wild derivatives. What the continuation depends on besides x gets its derivative from c(x) alone.
 """
 
 from typing import Any

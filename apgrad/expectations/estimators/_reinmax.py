@@ -33,8 +33,7 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
     Args:
-      temperature: a positive scalar. 1 is exact for costs that are quadratic in one choice's sample; the paper finds
-        higher ones better in training.
+      temperature: a positive scalar. 1 is exact for costs quadratic in one sample; the paper prefers higher ones.
 
     Raises:
       ValueError: for a temperature that is not positive.

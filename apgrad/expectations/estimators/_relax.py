@@ -2,12 +2,11 @@
 
 Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optimizing control variates for black-box
 gradient estimation", ICLR 2018. The control variate of `_control_variate.py` with any differentiable function k, such
-as a small network, whose parameters learn to make the variance small. The continuation is evaluated once, at the
-choice, and may be a black box.
+as a small network, that learns to make the variance small. The continuation is evaluated once and may be a black box.
 
-Where the cost depends on more than the choice, such as the image of a variational autoencoder, k must see that too:
-`relax(control, x)` gives k the x of its lane. Nothing is biased, since k may be any function that does not depend on
-the choice's noise. (For an autoencoder Grathwohl et al. take REBAR's control variate plus a network of x and z.)
+Where the cost depends on more than the choice, such as an image, k should see that too: `relax(control, x)` gives k the
+x of its lane. Nothing is biased, since k may be any function that does not depend on the choice's noise. (For an
+autoencoder Grathwohl et al. take REBAR's control variate plus a network of x and z.)
 """
 
 from collections.abc import Callable
@@ -37,12 +36,10 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
     baseline. Give the control as an argument of the objective, and train it, or take `rloo` or `disarm`.
 
     Args:
-      control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
-        Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. Of logits in half
-        precision z is float32. As an argument of the objective, a callable pytree such as an NNX module gets the
-        gradient of the estimate's variance, to be descended.
-      *given: pytrees of arrays (lanes, ...); the control is given one lane's. They must not depend on the choice, and
-        are held fixed: the control variate sends no gradient to them.
+      control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits and
+        float32 at least. A Bernoulli choice is 1 where z > 0, a categorical one the argmax over the last axis. As an
+        argument of the objective, a callable pytree (an NNX module) gets the gradient of the variance, to be descended.
+      *given: pytrees (lanes, ...), one lane's for the control. They are held fixed, and must not depend on the choice.
 
     Raises:
       TypeError: for a control that cannot be called; at trace time, for a distribution that is neither Bernoulli nor

@@ -1,8 +1,7 @@
 """Leave-one-out over several samples of a lane's choice (RLOO).
 
-Kool, van Hoof & Welling, "Buy 4 REINFORCE samples, get a baseline for free!", ICLR workshop 2019. Of k independent
-samples x_1 ... x_k each one has the mean cost of the others as its baseline b_j, and with e_j the exponential of a zero
-that has the derivatives of log p(x_j),
+Kool, van Hoof & Welling, "Buy 4 REINFORCE samples, get a baseline for free!", ICLR workshop 2019. Each of k independent
+samples x_j has the others' mean cost as baseline b_j. With e_j = exp(zero with the derivatives of log p(x_j)),
 
     1/k  sum over j of  c(x_j) + (c(x_j) - b_j) (e_j - 1).
 

@@ -2,8 +2,7 @@
 
 At each node on the way back, total propagation (Parmas et al., 2018; Proppo, section 3.4) computes both estimators'
 per-lane gradients of a *target*, the parameters, weighs them (`weights.py`), and sends on their mixture, so that the
-message to the node before is already the better one. Where a long computation is chaotic in one part and not in
-another, it beats both by far.
+message to the node before is already the better one. Where a computation is chaotic in part, it beats both by far.
 
 Weights that are independent of the samples leave the mixture unbiased. Weights from the same samples bias it: on the
 chaotic network (beta = 1.5, H = 50, 1,000 lanes) by 3.5 %. `cross_fit=True` is unbiased, at about the same variance.
@@ -23,8 +22,7 @@ def total_propagation(
 
     Args:
       baseline: the baseline of the likelihood-ratio part, as in `likelihood_ratio`.
-      weights: how to mix, see `apgrad.weights`; `ap.weights.decoupled()` if not given. `ap.sample` uses the
-        weights of the message alone.
+      weights: how to mix, `ap.weights.decoupled()` if not given; `ap.sample` uses the weights of the message alone.
       target: what the weights look at, `"arguments"` or `"parameters"`, see `Mixer`.
 
     Raises:

@@ -1,8 +1,7 @@
 """DReG: the importance-weighted bound, differentiated through its samples twice.
 
 Tucker, Lawson, Gu & Maddison, Doubly reparameterized gradient estimators for Monte Carlo objectives, ICLR 2019,
-equation 8. With normalized weights v_k = w_k / (w_1 + ... + w_K), the derivative of the bound with respect to the
-proposal's parameters phi is
+equation 8. With v_k = w_k / (w_1 + ... + w_K) the bound's derivative with respect to the proposal's parameters phi is
 
     sum of v_k (d log w_k / dz_k dz_k / dphi - d log q(z_k) / dphi) .
 
@@ -10,8 +9,7 @@ The second part is a likelihood-ratio derivative of E[v_k], and reparameterizing
 
     sum of v_k^2 d log w_k / dz_k dz_k / dphi ,
 
-whose signal-to-noise ratio grows with K, while the first form's falls. The difference of the two forms is the
-first derivative of
+whose signal-to-noise ratio grows with K, while the other's falls. The difference of the two is the first derivative of
 
     g_k(z_k) q(z_k; phi) / q(z_k) - g_k(z_k(phi)),      g_k = v_k as a function of z_k alone,
 

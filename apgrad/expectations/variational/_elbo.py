@@ -2,23 +2,19 @@
 
 The loss is E[sum of log q of the guide's sites - sum of log p of the model's sites]: each site is a cost, an array over
 the plates that the site is in. A choice with a score pays for the costs that depend on it, as in NumPyro's
-`TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program. Within a plate that a choice and a
-cost are both in, a member's choice pays for the member's cost alone if the program shows that no other member's cost
-depends on it. With l the zeros that have the derivatives of the log-densities of the choices that a cost c depends on,
-the loss is the mean over lanes of the sum of
+`TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program. In a plate that both are in, a
+member's choice pays for the member's cost alone if the program shows that no other member's cost depends on it. With l
+the zeros with the derivatives of the log-densities of a cost c's choices, the loss is the mean over lanes of the sum of
 
     c exp(sum of l) - b (exp(sum of l) - 1) ,
 
-with b the mean of c over the other lanes (`dice` of `_ports.py`), so that derivatives of any order are right in
-expectation. (`TraceGraph_ELBO` has no baseline, and is right at order one.)
+with b the mean of c over the other lanes (`dice` of `_ports.py`): derivatives of any order are right in expectation.
 
-The cost log q has a derivative at the fixed sample as well, the score itself, which is zero in expectation. At choices
-with a score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives of any order are zero in expectation, and
-whose first one is the score; see `_sticking_the_landing.py`. A `Delta`, whose support moves, keeps the derivative of
-its `log_density`, in which NumPyro's automatic guides keep a Jacobian.
+The cost log q has a derivative at the fixed sample too, the score, which is zero in expectation. At choices with a
+score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives have the mean 0, the first being the score. A
+`Delta`, whose support moves, keeps the derivative of its `log_density`, a Jacobian in NumPyro's guides.
 
-Plates that subsample draw one minibatch for all lanes, so that the baseline of a lane's cost is the mean of the same
-data's costs in other lanes. (NumPyro's loop over keys there is refused by `jax.debug_key_reuse`.)
+Plates that subsample draw one minibatch for all lanes, so that a baseline is the mean of the same data's costs.
 """
 
 import functools
@@ -72,8 +68,7 @@ def elbo(
 
     Raises:
       TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
-      ValueError: at trace time, for an estimator of no site of the guide, a latent site of the model that the guide has
-        not, or a leave-one-out baseline with one lane.
+      ValueError: at trace time, for an unknown site, a latent site not in the guide, or leave-one-out with one lane.
 
     Example:
       >>> import jax, numpyro, numpyro.distributions as dist, apgrad as ap
@@ -247,8 +242,6 @@ class _Draw(Messenger):
 
 
 class _OneMinibatch(Messenger):
-    """Plates that subsample draw the same members in all lanes, in model and guide."""
-
     def __init__(self, function, key):
         super().__init__(function)
         self.key = key

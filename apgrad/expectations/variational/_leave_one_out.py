@@ -1,8 +1,7 @@
 """Leave-one-out: the importance-weighted bound by scores, with the bound of the other samples as baseline.
 
-The baseline of sample k is the bound of the other K - 1 samples, b_k = log (sum of the other w) / (K - 1): the
-leave-one-out baseline (Kool, van Hoof & Welling, Buy 4 REINFORCE samples, get a baseline for free!, 2019) for a cost
-that is a logarithm of a mean over samples. `vimco` differs in what stands for the sample's own weight.
+The baseline of sample k is b_k = log (sum of the other w) / (K - 1): leave-one-out (Kool, van Hoof & Welling, Buy 4
+REINFORCE samples, get a baseline for free!, 2019) for a cost that is a logarithm of a mean over samples.
 """
 
 from apgrad.expectations.variational._bounds import Bound, by_scores
@@ -19,10 +18,9 @@ def leave_one_out(samples: int) -> Bound:
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> log_joint = lambda z: jnp.where(z == 1, jnp.log(0.3), jnp.log(0.1))
+      >>> log_joint = lambda z: jnp.where(z == 1, jnp.log(0.3), jnp.log(0.1))     # p(x) = 0.4
       >>> bound = ap.variational.leave_one_out(samples=3)
-      >>> posterior = dist.Bernoulli(logits=jnp.log(3.0))
-      >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)     # p(x)
+      >>> float(jnp.exp(bound(jax.random.key(0), dist.Bernoulli(logits=jnp.log(3.0)), log_joint))).__round__(3)
       0.4
     """
     return by_scores("leave_one_out", samples, None)

@@ -1,8 +1,7 @@
 """VIMCO: the importance-weighted bound of samples that have no pathwise derivative.
 
 Mnih & Rezende, Variational inference for Monte Carlo objectives, ICML 2016, equations 7 to 9. Each sample's score is
-multiplied by the bound less what the bound is with the sample's own weight replaced by the geometric mean of the other
-weights,
+multiplied by the bound, less the bound with the geometric mean of the other weights for its own,
 
     b_k = log (sum of the other w + exp(mean of the other log w)) / K .
 """
@@ -25,8 +24,7 @@ def vimco(samples: int) -> Bound:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> log_joint = lambda z: jnp.where(z == 1, jnp.log(0.3), jnp.log(0.1))     # p(x) = 0.4
       >>> bound = ap.variational.vimco(samples=3)
-      >>> posterior = dist.Bernoulli(logits=jnp.log(3.0))
-      >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)
+      >>> float(jnp.exp(bound(jax.random.key(0), dist.Bernoulli(logits=jnp.log(3.0)), log_joint))).__round__(3)
       0.4
     """
     return by_scores("vimco", samples, lambda weights: jnp.sum(in_own_place(weights, 0.0), axis=1) / (samples - 1))
