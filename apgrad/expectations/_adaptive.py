@@ -1,6 +1,6 @@
 """Total propagation in training: weights from the calls before.
 
-Weights come from what the nodes saw in earlier calls (`mixing/_moments.py`): lanes stay whole, messages go back once.
+Weights come from what nodes saw in earlier calls (`mixing/_moments.py`): no halves of lanes as in cross-fitting.
 
 *Unbiased given the past.* Given state and parameters the weights are constants, and a mixture with constant weights
 that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not),
@@ -11,11 +11,9 @@ its own variance, and not what cancels between nodes. Hence a *guard*: messages 
 reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
 twice the variance. Its mean over the window leaves out the largest one of `RARE`, so that one explosion does not count.
 
-*What it is slow at.* Where gradients do not explode any more, the likelihood ratio keeps its weight until the explosion
-has left the window, after one or two windows. The other way there is no delay.
+*What is slow.* After an explosion the likelihood ratio keeps its weight for one or two windows; else there is no delay.
 
-*How it is done.* Each visit of a mixer, counted in the program's jaxpr, has a row of weights, which goes in with the
-tape, and sends back a row of moments, as the cotangent of a port.
+*How it is done.* Each visit of a mixer gets a row of weights with the tape, and sends back moments by a port.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,13 +41,10 @@ class AdaptiveState(NamedTuple):
     """What earlier calls left: a pytree of arrays, to be carried through training and kept in checkpoints.
 
     Attributes:
-      moments: means over a short window and a long one, each of the block of calls before and the current block,
-        float32 (2, 2, visits, cells, 5).
+      moments: means over two windows, of the block of calls before and of this one, float32 (2, 2, visits, cells, 5).
       count: how many calls there were, an int32 scalar.
-      last: with `by_state`, the last call's gradients by reparameterization alone and by the weights, a pytree like the
-        gradient with a first axis (2,); else None.
-      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), the largest float32 where none was;
-        else None.
+      last: with `by_state`, the last call's gradients by reparameterization and by the weights, with a first axis (2,).
+      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2); where none was, the largest float32.
     """
 
     moments: jax.Array
@@ -98,9 +93,8 @@ def adaptive(
       lanes: as in `expectation`, at least 2.
       argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
       window: how many calls are remembered for sure; all are forgotten after twice as many.
-      by_state: give each part of a node's state space weights of its own, and take reparameterization alone where that
-        was better in earlier calls: for gradients that explode in a part of the state space. A call takes the reverse
-        pass twice, and the state keeps two gradients.
+      by_state: give each part of a node's state space its own weights, and take reparameterization alone where that was
+        better so far: for gradients that explode in one part. It takes two reverse passes, and the state two gradients.
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
 

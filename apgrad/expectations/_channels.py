@@ -1,8 +1,7 @@
 """What authors of nodes ask of a tape: credit, ports, and declarations.
 
 `credit` charges the costs after a random choice to the choice. The array of a `Port` of its own is an input of a node
-(`request`) and an output (`put`): its `backward` finds there what later nodes sent, and answers with what earlier nodes
-shall find. In the program's first trace nodes ask for ports; in the second the tape has them.
+(`request`) and an output (`put`): its `backward` gets there what later nodes sent, and sends on to earlier ones.
 """
 
 import functools

@@ -1,20 +1,17 @@
 """Messages clipped lane by lane: a bound on what one lane can do to a gradient.
 
-In a few lanes the product of a chaotic program's Jacobians explodes, and these lanes make nearly all of the variance,
-though they say little about the direction. So a node on the lanes' state bounds each lane's message m, the derivative
-of all later costs, by the typical lane's:
+In a few lanes the product of a chaotic program's Jacobians explodes. These lanes make nearly all of the variance, and
+say little about the direction. So a node on the state bounds each lane's message m by the typical lane's:
 
     m' = m min(1, T / |m|),     T = factor exp(mean of log |m_j| over lanes j),
 
-with the mean over living lanes whose message is neither zero nor infinite nor NaN. The geometric mean is as little
-moved by one exploded lane as the median, without a sort. T scales with the messages: neither the units of the cost nor
-the horizon matter, and where all lanes explode alike nothing is cut.
+with the mean over living lanes whose message is finite and not zero. One exploded lane moves a geometric mean as little
+as a median. T scales with the messages: units and horizon do not matter, and where all explode alike none is cut.
 
 *Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], and the gradient is that of
 no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages.
 
-*What overflows.* Lengths are compared as logarithms. An infinite message has the direction of its infinite components,
-and is cut to T. One with NaN has no direction, and passes as it is.
+*What overflows.* An infinite message is cut to T in the direction of its infinite components; one with NaN passes.
 """
 
 from typing import Any
@@ -55,14 +52,11 @@ def clip_lanes(
         A factor below 1 shortens most messages at every call, so they decay along a rollout.
       parts: the second axis numbers parts of a lane that are independent of each other, as in `stochastic`; then each
         part's message is cut by itself, and the typical one is of all lanes and parts.
-      mask: Booleans, (lanes,), or (lanes, parts) with `parts`: where False, the lane's episode is over, and its message
-        does not count for the typical length.
-      counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
-        messages were cut, and how many were not finite.
+      mask: Booleans (lanes,), or (lanes, parts) with `parts`; False takes a finished episode out of the typical length.
+      counts: `jnp.zeros(2)`, an argument of the program: its derivative counts messages cut, and messages not finite.
 
     Raises:
-      TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor that is not
-        positive.
+      TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor not above 0.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -2,9 +2,8 @@
 
 The lanes come in two *folds*, first half and second. The messages that a fold sends back with the other fold's weights
 depend on both folds, and so would statistics that are taken from them further back. Hence two *streams* of messages go
-back. In the *own* stream each fold is weighed by its own weights; this stream gives the statistics. In the *output*
-stream each fold is weighed by the other fold's weights; this stream gives the gradient. With one fold held fixed, the
-output of the other fold is a mixture with fixed weights, and so unbiased.
+back. In the *own* stream each fold has its own weights, for the statistics; in the *output* stream the other's, for the
+gradient. With one fold held fixed, the output of the other fold is a mixture with fixed weights, and so unbiased.
 
 The whole objective is a node, whose forward pass keeps the program's pullback, and whose backward pass maps the
 pullback over an axis of two streams (`in_two_streams`). A mixer's node inside looks at the messages of both streams

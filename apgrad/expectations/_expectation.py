@@ -1,8 +1,4 @@
-"""Objectives: the expectation of a program's costs, as an ordinary JAX function.
-
-The program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`), and then with a
-tape that has what they asked for.
-"""
+"""Objectives. A program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,12 +42,10 @@ def expectation(
       program: `program(tape, *args) -> tape`, which returns the last tape; its arrays have the lanes as leading axis.
         Lanes must not act on each other (no batch normalisation over lanes): credit goes to a lane's own choices.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
-      data: how many data the minibatch has, where lanes are the samples of a datum, and the data are the second axis of
-        choices (`parts=True`) and costs, (lanes, data), of which the objective is the mean. With `choose` the examples
-        are the lanes instead.
-      cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, such that
-        gradients of total propagation are unbiased. Lanes must be even, at least 4, and must not act on each other
-        (`apgrad.testing.assert_independent_lanes`).
+      data: how many data the minibatch has, where lanes are the samples of a datum: the second axis of choices
+        (`parts=True`) and costs, (lanes, data), of which the objective is the mean. With `choose` examples are lanes.
+      cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, so that total
+        propagation is unbiased. Lanes must be even, at least 4, and independent: `ap.testing.assert_independent_lanes`.
       has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`. Where a node has a score, aux has no
         derivative: reverse mode raises an error that says so, and in forward mode the derivative of aux is NaN.
       check_nan: raise an error when a lane's costs are NaN, by a host callback. Turn it off to export a program.
@@ -71,8 +65,7 @@ def expectation(
       ...     tape, x = flip(tape, theta)
       ...     return tape.cost((x - 0.45) ** 2)
       >>> objective = ap.expectation(program, lanes=100_000)
-      >>> gradient = jax.jit(jax.grad(objective, argnums=1))(jax.random.key(0), 0.3)
-      >>> float(gradient).__round__(2)     # (1 - 0.45)^2 - 0.45^2
+      >>> float(jax.jit(jax.grad(objective, argnums=1))(jax.random.key(0), 0.3)).__round__(2)     # 0.55^2 - 0.45^2
       0.1
     """
     lanes = require_program(program, lanes)
@@ -113,16 +106,13 @@ def require_program(program: Any, lanes: Any) -> int:
 def value_and_grad(
     program: Callable[..., Any], lanes: int, argnums: int | Sequence[int] = 1, **options: Any
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the program's `expectation`.
+    """`jax.value_and_grad` of the program's `expectation`, a function of `(key, *args)`.
 
     Args:
       program: as in `expectation`.
       lanes: as in `expectation`.
       argnums: which arguments of `objective(key, *args)` to differentiate: 1 is the first one after the key.
       **options: the options of `expectation`.
-
-    Returns:
-      `function(key, *args) -> (value, gradient)`; with `has_aux`, `((value, aux), gradient)`.
 
     Raises:
       ValueError: if argnums names the key.
@@ -148,16 +138,13 @@ def value_and_grad(
 def grad(
     program: Callable[..., Any], lanes: int, argnums: int | Sequence[int] = 1, **options: Any
 ) -> Callable[..., Any]:
-    """`jax.grad` of the program's `expectation`, with respect to the program's first argument by default.
+    """`jax.grad` of the program's `expectation`: `(key, *args) -> gradient`, or with `has_aux` `(gradient, aux)`.
 
     Args:
       program: as in `expectation`.
       lanes: as in `expectation`.
       argnums: as in `value_and_grad`, which raises the same errors.
       **options: the options of `expectation`.
-
-    Returns:
-      `function(key, *args) -> gradient`; with `has_aux`, `(gradient, aux)`.
 
     Example:
       >>> import jax, apgrad as ap

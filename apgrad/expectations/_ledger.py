@@ -31,10 +31,7 @@ class TapePlan(NamedTuple):
 
 
 class Ledger:
-    """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for.
-
-    The second trace gets the ledger of the first one.
-    """
+    """What one trace of a program knows: the current tape, what nodes ask for, and the ledger of the trace before."""
 
     def __init__(self, first: "Ledger | None" = None):
         self.first, self.collecting = first, first is None

@@ -36,8 +36,7 @@ class MultilevelState(NamedTuple):
     """What earlier calls left: a pytree of arrays, to be carried through training. D is of L differences.
 
     Attributes:
-      difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,),
-        all in one precision: the gradient's widest, and float32 at least.
+      difference: the last D over its typical length, with a first axis (L,), in the widest dtype, at least float32.
       square: the mean of |D|^2 over earlier calls in these units, (L,), float32 or wider.
       product: the mean of the inner product of D and the call before's, the same.
       log_length: the mean of log |D|, (L,); infinite where there was no difference yet.
@@ -62,18 +61,14 @@ def multilevel(
 ) -> Adaptive:
     """Gradients for training, as nearly unbiased as their noise allows: levels of clipping, weighed by what repeats.
 
-    A call evaluates the program once, and its reverse pass once for each level.
+    A call evaluates the program once, and its reverse pass once for each level. The state is a `MultilevelState`.
 
     Args:
       value_and_grad: `(key, *args, level) -> (value, gradient)`, as `ap.value_and_grad` of a program whose last
-        argument is the factor of `ap.clip_lanes`, or any other gradient with a knob for its bias. Its value is the
-        same at all levels.
+        argument is the factor of `ap.clip_lanes`, or another gradient with a knob for its bias, none for its value.
       levels: the knob's settings, at least two numbers, from much bias and little noise to no bias. What a number means
         is not known here, and so their order is not checked: the last one is taken for unbiased.
       window: over how many earlier calls, about, the weights are averaged.
-
-    Returns:
-      An `Adaptive`, whose state is a `MultilevelState`.
 
     Raises:
       ValueError: for fewer than two levels, or what is no number, or a window that is not finite or less than one call.
@@ -99,7 +94,6 @@ def multilevel(
     keep = 1 - 1 / window
 
     def differences(key, args):
-        """The value, the gradient at the first level, and the differences with their lengths."""
         each = jax.vmap(lambda level: value_and_grad(key, *args, level))
         values, gradients = each(jnp.asarray(levels, jnp.float32))
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))

@@ -1,8 +1,4 @@
-"""How much each node's contribution to the gradient varies: `ap.diagnostics.node_variances`.
-
-Total propagation hands the per-lane gradients of both estimators at a node to its rule for weights. So a rule that
-listens, and else does what another rule does, hears the variances.
-"""
+"""How much each node's gradient varies: a rule for weights is given both estimators' gradients, lane by lane."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

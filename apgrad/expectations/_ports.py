@@ -19,9 +19,8 @@ from apgrad.expectations._lanes import mean_of_others, standard_score
 def dice(costs: Any, zeros: jax.Array, baselines: Any = None, own: jax.Array | None = None) -> jax.Array:
     """`c exp(z) + b (1 - exp(own))`: the costs c in value, whose derivatives are right in expectation to any order.
 
-    z are zeros with the derivatives of the log-densities of all choices that c depends on (Foerster et al., 2018). The
-    baselines b are constants to differentiation and do not depend on the choices whose zeros are `own` (all of z where
-    not given): E[b d^k exp(own)] = 0 for k >= 1 (Mao et al., 2019).
+    z are zeros with the derivatives of the log-densities of c's choices (Foerster et al., 2018). Baselines b, held
+    constant, do not depend on the choices of `own` (by default z): E[b d^k exp(own)] = 0, k >= 1 (Mao et al., 2019).
     """
     if baselines is None:
         return costs * jnp.exp(zeros)

@@ -2,8 +2,7 @@
 
 A value x was drawn from a *behaviour* distribution with density b(x), say by a language model that generates with a
 cache, or by the policy of an earlier update. The program wants the expectation under its own distribution p_theta, and
-(importance sampling; for a sequence of choices Precup, Sutton & Singh, "Eligibility traces for off-policy policy
-evaluation", ICML 2000)
+(importance sampling; Precup, Sutton & Singh, "Eligibility traces for off-policy policy evaluation", ICML 2000)
 
     E_p[c(x)] = E_b[c(x) w],   w = p_theta(x) / b(x),   d/dtheta E_p[c(x)] = E_b[c(x) w d log p_theta(x) / dtheta]
 
@@ -45,27 +44,23 @@ def score(
 ) -> Tape:
     """Charges later costs to a value that was drawn elsewhere: REINFORCE for cached generation and replay.
 
-    Costs after it are weighed by p(value) / behaviour(value), so that value and derivatives of the objective are those
-    of the expectation under `distribution`. Where the two distributions differ much the variance of these products over
-    a lane's choices is large. `aux` is not weighed.
+    Costs after it are weighed by p(value) / behaviour(value), so that the objective and its derivatives are those under
+    `distribution`. Where the two differ much, products over a lane's choices vary much. `aux` is not weighed.
 
     Args:
       tape: the current tape.
-      distribution: the distribution that the expectation is under; its batch shape starts with the lanes. The behaviour
-        must be able to draw whatever it can draw.
+      distribution: its batch shape starts with the lanes. The behaviour must be able to draw whatever it can draw.
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider; a constant to differentiation.
       baseline: as for `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
       parts: the second batch axis numbers independent parts, as in `sample`.
-      mask: Booleans of (lanes,), up to the batch shape: (lanes, tokens) for sentences of different lengths. Where it is
-        False nothing was chosen.
+      mask: Booleans of (lanes,), up to the batch shape, such as (lanes, tokens): False where nothing was chosen.
 
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
         distribution without a right score, and beside `tape.discount`, shaped costs or the standardized baseline.
-      FloatingPointError: when it runs, for a value that the distribution cannot draw, and for log-densities that are
-        not finite, or above 0 of a discrete choice.
+      FloatingPointError: when it runs, for an impossible value, and log-densities not finite, or above 0 if discrete.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -101,7 +101,7 @@ def sample(
     parts: bool | None = None,
     mask: jax.Array | None = None,
 ) -> tuple[Tape, jax.Array]:
-    """Samples a distribution that is already built, for all lanes at once.
+    """Samples a distribution that is already built, for all lanes at once: `(tape, x)`, with x of shape (lanes, ...).
 
     Mixers weigh their estimators by the per-lane gradients of the distribution's parameters that have the lanes as
     leading axis, each coordinate by itself. A parameter that lanes share gets one weight, made from all of these.
@@ -112,9 +112,6 @@ def sample(
       estimator: as in `stochastic`.
       parts: the second batch axis numbers independent parts, as in `stochastic`.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`, as in `stochastic`.
-
-    Returns:
-      `(tape, x)`, with x of shape (lanes, ...).
 
     Raises:
       TypeError, ValueError: at trace time, as `stochastic`.

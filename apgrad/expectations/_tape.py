@@ -1,20 +1,17 @@
 """The tape: how costs find the random choices that caused them.
 
 The likelihood-ratio derivative of `J = E[sum of costs]` needs, at each random choice, the costs that come after it.
-Here they are cotangents of zeros p on the tape, which is threaded through the program like a PRNG key. For each of B
-independent *lanes* (repetitions of the program, its leading axis), a random choice x with log-density l adds
-`zero_with_gradient(l(x))` to p, and a cost c adds
+Here they are cotangents of zeros p on the tape. For each of B independent *lanes* (repetitions of the program, its
+leading axis), a random choice x with log-density l adds `zero_with_gradient(l(x))` to p, and a cost c adds
 
     c exp(p) + b (1 - exp(p))                                                        (*)
 
 to the lane's total; the objective is the mean of the totals. In value, (*) is c. Its derivatives are those of DiCE
 (`dice` of `_ports.py`): in expectation right to any order, with the pathwise derivatives of c. The baseline b, a
 constant to differentiation, must not depend on the lane's own choices. So the cotangent that arrives at a choice
-through p is, for each lane, the cost after the choice less the baseline, over B. Likelihood ratio multiplies it by the
-score; total propagation reads it.
+through p is, for each lane, the cost after the choice less the baseline, over B.
 
-Each p is a *port* (`_ports.py`), made only where a node asks for it (`_channels.py`): one for the lane, or one for each
-of its *parts*, so that a part's choices pay for the costs of that part only.
+Each p is a *port* (`_ports.py`), made where a node asks for it (`_channels.py`), for the lane or each of its *parts*.
 """
 
 import functools
@@ -47,9 +44,8 @@ _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of a
 class Tape:
     """A value to thread through a program: it brings each cost back to the choices before it.
 
-    `expectation` hands it to the program. `stochastic` functions, `sample`, `cost`, `parallel` and `next_key` take a
-    tape and return the next one; a tape is used once, and the last one is returned. It is a pytree: `scan`,
-    `while_loop`, `cond` and `checkpoint` carry it like an array.
+    A program gets the first one, and returns the last one. All that uses a tape returns the next one, and a tape is
+    used once. It is a pytree: `scan`, `while_loop`, `cond` and `checkpoint` carry it like an array.
     """
 
     def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Port, Any]):
@@ -153,12 +149,10 @@ class Tape:
         Credit fades in derivatives of every order, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
-          factor: a number from 0 to 1, or one for each lane, (lanes,), a constant to differentiation. The range of a
-            factor that JAX traces is not checked.
+          factor: from 0 to 1, a scalar or one a lane, (lanes,); a constant to differentiation, unchecked where traced.
 
         Raises:
-          ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
-            mixer, which adds pathwise derivatives that are not faded.
+          ValueError: for a factor out of range; at trace time, in a branch of `parallel`, and beside a mixer.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -190,13 +184,10 @@ class Tape:
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
 
-        Costs after the join are charged to the choices of all branches.
+        Returns `(tape, outputs)`, one output a branch. Costs after the join are charged to the choices of all branches.
 
         Args:
           *branches: functions `branch(tape) -> (tape, output)`.
-
-        Returns:
-          `(tape, outputs)`, with one output a branch.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -291,8 +282,7 @@ def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
 def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
     """The tape with other arrays, as transformations make it, unless they are the arrays of an earlier tape.
 
-    Where a loop or branch hands on the tape as it got it, JAX returns the arrays that were given: the tape of these is
-    an earlier one, but nothing was done since that would be lost.
+    Where a loop or branch hands on the tape as it got it, JAX returns an earlier tape's arrays, but nothing is lost.
     """
     ledger = LEDGER.get()
     stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)

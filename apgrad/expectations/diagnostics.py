@@ -2,7 +2,7 @@
 
 *What a gradient costs.* The squared error of an estimate of a gradient t is V + |b|^2, variance and squared bias, and
 an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is the mean of m estimates of a reference
-of variance V_r, the mean of n estimates is off by |b|^2 + V / n + V_r / m, squared, and these two are taken off.
+of variance V_r, the squared distance of a mean of n estimates is |b|^2 + V / n + V_r / m, and the noise is taken off.
 
 *What it does not say.* Where pathwise gradients explode, few estimates make the variance, and the true one is larger
 than any sample says: such heavy tails are flagged. The others may point the right way all the same: see the cosine.
@@ -40,8 +40,7 @@ class Row(NamedTuple):
       standard_error: the standard error of the mean.
       bias: the mean less the truth, 0 where that is rounding; None where no truth is known, and for the reference.
       off: the bias of the worst element in standard errors, infinite where nothing varies; nan without truth.
-      biased: whether the mean is off by more than chance explains, which happens to an unbiased gradient once in 1000
-        times: the test of `ap.testing.assert_unbiased`, for all the elements together.
+      biased: whether the mean is farther off than chance takes it once in 1000 times (`ap.testing.assert_unbiased`).
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
       squared_error: of one estimate, variance and squared bias; the variance without truth.
@@ -49,7 +48,7 @@ class Row(NamedTuple):
       cosine: the median over estimates of the cosine with the truth, or else with the mean of the other estimates.
       share: of the variance, what the farthest 1 % of the estimates make. Estimates of one lane say it of lanes.
       heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
-      seconds: the time of one compiled gradient, the median over rounds.
+      seconds: the time of one compiled gradient: the median over rounds of a chunk's time, per estimate.
       efficiency: 1 / (squared_error seconds).
       times: the seconds in each round; None where they are known exactly.
       rounding: whether elements are off by more than chance, but by no more than 1e-5 of the truth's norm together.
@@ -74,7 +73,7 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What `compare` found; printed, it is a table.
+    """What `compare` found. Printed, it is a table: "bias / SE" is `off`, "both" `squared_error`, "top 1 %" `share`.
 
     Attributes:
       rows: what was found of each objective, by its name.
@@ -119,11 +118,9 @@ def compare(
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
-    Estimates are computed one after the other, by a compiled `lax.map`; objectives take turns, a chunk each, and the
-    seconds are the median over rounds of a chunk's time, per estimate, without compiling.
+    Estimates are computed one after the other, by a compiled `lax.map`; objectives take turns, a chunk each.
 
-    A gradient that keeps a state from call to call, as `ap.adaptive` and `ap.multilevel` do, is no such objective:
-    judge it by training.
+    Gradients with a state (`ap.adaptive`, `ap.multilevel`) are no such objectives: judge them by training.
 
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.
@@ -135,9 +132,6 @@ def compare(
       reference: where no truth is known, the name of an unbiased objective, whose mean the others are compared with.
       rounds: how often the objectives take turns.
       progress: whether to show a tqdm bar, with one step for each compilation and for each turn.
-
-    Returns:
-      A `Comparison`. `Row` says what its columns are: "bias / SE" is `off`, "both" `squared_error`, "top 1 %" `share`.
 
     Raises:
       ValueError: for no objectives, too few estimates, truth and reference both, an unknown reference, a truth of
@@ -197,9 +191,8 @@ def compare(
 def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
-    The most efficient row without heavy tails is recommended, with all that do not differ from it: the ratio of
-    efficiencies is below 1.1, or its interval includes 1. Where a biased gradient is the best single estimate, it is
-    said from how many on an average of an unbiased one is better.
+    It takes the most efficient row without heavy tails, and all with a ratio of efficiencies below 1.1, or an interval
+    that includes 1. Where a biased one is best, it says from how many estimates on an unbiased average is better.
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.
@@ -269,7 +262,6 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def _doing(bar, what, name):
-    """A step of a bar of progress, if there is one; an error notes which objective it is of."""
     if bar is not None:
         bar.set_postfix_str(f"{what} {name}")
     try:
@@ -298,7 +290,6 @@ def _form(tree):
 
 
 def _real(tree):
-    """The leaves in float64, a complex number as two real ones."""
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
     both = [np.stack([np.real(x), np.imag(x)], axis=-1) if np.iscomplexobj(x) else x for x in leaves]
     return [x.astype(np.float64) for x in both]

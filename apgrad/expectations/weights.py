@@ -8,19 +8,16 @@ have other weights than the contribution. `ap.expectation(..., cross_fit=True)` 
 Let c_e be the per-lane contributions to the target, V the variance over lanes summed over the target's elements, and
 D = c_2 - c_1, all centred over lanes; < , > is the inner product over lanes and elements.
 
-* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e). Right for independent
-  estimators, which these are not.
+* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e), though they correlate.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
-* *Suffix covariance*: with G the lane's gradient gathered so far on the way back, the least V(G + c_1 + k D) is at
-  - <G + c_1, D> / <D, D>. For the message it is greedy: a message that suits this node's contribution may explode in
-  the nodes before it.
+* *Suffix covariance*: with G a lane's gradient gathered on the way back, the least V(G + c_1 + k D) is at k = - <G +
+  c_1, D> / <D, D>. For the message it is greedy: what suits this node's contribution may explode in the nodes before.
 * *Decoupled*: the message by local covariance, the contribution by suffix covariance.
 
 *Shrinkage.* An estimated k is noisy. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
 best k* does, which is least at s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961).
 Contributions are heavy-tailed, so v is what leaving out each lane in turn says (the jackknife; HC3 of MacKinnon &
-White, 1985). With the residuals e = A + k D, A what is to be made small, and r = lanes / (lanes - 1), as the means
-change as well,
+White, 1985). With residuals e = A + k D, A what is to be made small, and r = lanes / (lanes - 1), as means change too,
 
     v = sum_i (r <D_i, e_i> / (<D, D> - r <D_i, D_i>))^2,    k' = k max(0, 1 - v / k^2).
 
@@ -46,10 +43,9 @@ class Weighting(NamedTuple):
     """A rule, and whether the rule looks at later nodes.
 
     Attributes:
-      rule: `(gradients, suffix) -> weights`, (estimators,), which should sum to 1. `gradients` are each estimator's
-        contribution to the target, lane by lane, (estimators, lanes, features): the target's elements, or a random
-        sketch of them, which keeps inner products on average. `suffix` (lanes, features) is the sum of contributions
-        of the nodes after this one, or zeros.
+      rule: `(gradients, suffix) -> weights`, (estimators,), which should sum to 1. `gradients`, (estimators, lanes,
+        features), are each estimator's contributions to the target, or a sketch of them, which keeps inner products on
+        average. `suffix`, (lanes, features), is the sum of those of later nodes, or zeros.
       suffix: whether the gradient of later nodes is gathered for the rule: over the calls of one decorated function, of
         its shared arguments, and where these have more than 16 numbers also of the arrays that it closes over.
     """

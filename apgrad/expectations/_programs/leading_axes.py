@@ -1,5 +1,4 @@
-"""What becomes of one axis in a program: which marked values have their leading axis from an array outside of the
-program, and whether a cost is a sum over an axis of terms that see one entry each.
+"""What becomes of one axis in a program: which marks have it from outside, and whether a cost is a sum over it.
 
 The walk follows that axis, through elementwise functions, products with a matrix, transpositions, and forgets it where
 an equation does something else with it. So what is found is sure, and something may be missed.
@@ -105,10 +104,7 @@ SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each
 
 
 def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
-    """Whether the program's first output is a sum over an axis of its inputs of terms that see one entry each.
-
-    `axes` has the axis in each input; None where it has no such axis.
-    """
+    """Whether the first output is a sum of terms that see one entry each along `axes`, one (or None) for each input."""
 
     def transfer(eqn, facts):
         inside, name = nested(eqn), eqn.primitive.name

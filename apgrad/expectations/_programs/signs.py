@@ -3,8 +3,7 @@
     signs = random_signs(seed, number, shape)      # z_k[i, j, ...] = s_k u_k[i] v_k[j] ..., for k = 1 .. NUMBER
     products = inner([array], [signs])             # <array, z_k>, (NUMBER,)
 
-Products of independent signs are uncorrelated, which is all that a sketch needs (`uses.py`), and an inner product with
-an outer product a (x) b is two short ones, (a . u_k)(b . v_k).
+The z_k are uncorrelated, as sketches need (`uses.py`), and <a (x) b, z_k> is two short products, (a . u_k)(b . v_k).
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,8 @@ views, the *operands* (what the use takes of the lane), and the message to what 
     outputs, operands, made = expose(program, inputs, ports)     # ports: zeros added to what the uses make
     made = replay(program, inputs, operands)                     # the same, as a function of the parameters alone
 
-`jax.vjp` of `expose` with respect to the ports gives the messages; `jax.vjp` of `replay` takes the messages to the
-parameters. Mapped over lanes, the second makes the sum over lanes by one product a layer, and the messages can be mixed
-in between. The gradients of single lanes are never made.
+`jax.vjp` of `expose` with respect to the ports gives the messages, which may be mixed; that of `replay` takes them to
+the parameters. Mapped over lanes, it sums over lanes by one product a layer, without the gradients of single lanes.
 
 *Sketches.* With random signs z_k of the parameters' shapes, f_k = <gradient, z_k>, the inner product of two lanes'
 gradients is the mean over k of f_k f'_k, on average over the signs. And f_k is a sum over the uses as well,

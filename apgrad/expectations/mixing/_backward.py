@@ -1,11 +1,9 @@
 """The backward pass of a mixer's node: what its estimators answer, weighed and added up.
 
-The node pulls the messages back through each estimator, lane by lane, to the distribution's parameters. The *way back*
-from there on says what is weighed, and by what:
+Messages go back through each estimator to the distribution's parameters. The *way back* from there is weighed:
 
 * `by_arguments` (`target="arguments"`): one weight a node for the message to the lanes' own arguments, and one for the
-  contribution to the arguments that lanes share, by a rule of `weights.py` that sees features (`_features.py`), or
-  given by `ap.adaptive`.
+  contribution to shared arguments, by a rule of `weights.py` on features (`_features.py`), or by `ap.adaptive`.
 * `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
   weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes. A distribution may keep
@@ -196,8 +194,7 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
     """For each array of a distribution's parameters, whether it is floating-point and surely has the lanes first.
 
     An array that lanes share may have a first axis of that length by chance, and would be biased in folds; one that
-    counts as shared is mixed rightly in any case. NumPyro's distributions give their parameters all the axes of the
-    batch; transforms may hold anything.
+    counts as shared is mixed rightly in any case. NumPyro's have all axes of the batch; transforms may hold anything.
     """
 
     def one_transform(x):

@@ -4,8 +4,7 @@ The *target* of a node is what is differentiated of the arguments that lanes sha
 closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane are, for each
 estimator, its gradient of the target in a row. Where the shared arguments have more than `EXACT` elements, all of it is
 a sketch of the gradient, which keeps inner products on average, and weights need nothing else (`_programs/uses.py`).
-Where they have not, the gradient of the arrays closed over stands behind that of the arguments, as it is or sketched by
-the same bound.
+Where they have not, the gradient of the arrays closed over stands behind theirs, as it is or sketched by this bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +26,6 @@ EXACT = 16  # the most elements of a target whose gradients are features as they
 
 
 class TracedNode(NamedTuple):
-    """What is known of a mixer's node when the program is traced."""
-
     mixer: Mixer
     what: str  # the node's name in errors
     build: Callable[..., Any]  # `(shared, lane) -> distribution`, for one lane
@@ -36,8 +33,6 @@ class TracedNode(NamedTuple):
 
 
 class NodeMemory(NamedTuple):
-    """What a mixer's node keeps of its forward pass."""
-
     # the arrays that lanes share: the arguments, and the arrays that the function closes over.
     shared: tuple[list[Any], list[Any]]
     lane: Any  # the lanes' own arguments, a pytree of arrays (lanes, ...)
@@ -80,7 +75,6 @@ Sent = tuple[list[Any], bool]  # one estimator's messages to the distributions' 
 
 
 def to_arguments(traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[Sent]) -> ToArguments:
-    """Takes sets of messages to a node's distributions back to its arguments."""
     shared, structure = jax.tree.flatten(memory.shared)
     perturbed = memory.perturbed.value
     lane, arguments = jax.tree.leaves(memory.lane), len(memory.shared[0])

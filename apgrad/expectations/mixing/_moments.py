@@ -5,18 +5,16 @@ node, and the gradient G that later nodes have gathered, the weights of least va
 
     k = - <c_1, D> / <D, D> for the message,    k = - <c_1 + G, D> / <D, D> for the contribution.
 
-What is averaged over calls is the inner products and not the weights: one lane in thousands that explodes would turn
-the weight of its call, while in the mean of the inner products it counts for what it is. Each cell of the node's inputs
-may have moments of its own (`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the
-node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<c_1, D>` and
-`<c_2, D>`, whose difference is `<D, D>`, the same two with G, and a common power of two apart:
+Inner products are averaged over calls, and not weights: one lane in thousands that explodes would turn the weight of
+its call, while in their mean it counts for what it is. Each cell of the node's inputs may have moments of its own
+(`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the node's. Inner products of an
+exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<D, D>` as a difference, and its scale apart:
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
 *Two windows.* The mean over a short window has not seen the lane in 100,000 that makes the variance, and the mean over
-a long one lags behind parameters that move. Both are kept, and the second estimator, the likelihood ratio, gets the
-larger of its two weights. A window forgets at once what leaves it, as exponential weights do not: it is two rows for
-each visit, of the current block of at most n calls and of the n calls before it.
+a long one lags behind parameters that move. Both are kept, and the likelihood ratio gets the larger of its two weights.
+A window forgets at once what leaves it: two rows a visit, of the current block of at most n calls and the n before.
 """
 
 import jax
@@ -78,7 +76,6 @@ def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
 
 
 def _total(rows, shares):
-    """The weighed sum of rows over their first axis."""
     exponents = jnp.where(seen(rows), rows[..., 4:], _NOTHING)
     exponent = jnp.max(exponents, axis=0)
     shares = over(shares, rows.ndim).astype(rows.dtype)

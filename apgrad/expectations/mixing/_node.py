@@ -33,17 +33,13 @@ def draw_by_mixer(
     tape: Tape,
     mixer: Mixer,
     what: str,
-    name: str,
+    name: str,  # calls of one name gather a suffix together
     function: Callable[..., Any],
     axes: tuple[int | None, ...],
     args: Sequence[Any],
     keys: jax.Array,
 ) -> tuple[Tape, jax.Array, list[Charge]]:
-    """Samples the distribution `function(*args of one lane)` of each lane, with a mixer's node for the way back.
-
-    An argument's axis is 0, where its leading axis is the lanes, or None, where lanes share it. Calls of one name
-    gather a suffix together. Returns the next tape, the sample, and the zeros that are to be charged with costs.
-    """
+    """Samples `function(*args)` on each lane with a mixer's node; returns tape, sample, and zeros to be charged."""
     at_arguments = mixer.target != "parameters"
     adaptive = _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
     arrays, restore = arrays_of([x for x, axis in zip(args, axes, strict=True) if axis is None])
@@ -130,10 +126,7 @@ def draw_batch_by_mixer(
 
 
 def _surrogates(mixer, distribution, key):
-    """One sample with a zero for each of the baselines that `_charged` lists, and the estimators' pullback.
-
-    The distribution is one lane's, or in `ap.sample` that of all lanes. Returns `((x, zeros), pull)`; see `of_batch`.
-    """
+    """`((x, zeros), pull)`: a sample, a zero for each baseline of `_charged`, and the estimators' pullback."""
     drawn: Any = None
     zeros, pullbacks = {}, {}
     # Estimators with a pathwise derivative come first, so that the others need not draw the sample again: the compiler
