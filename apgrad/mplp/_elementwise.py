@@ -1,8 +1,8 @@
 """Nodes without parameters: activations, softmax, pooling, normalisation.
 
-The rule is asked at each element of the input. Where input and output have one shape, the message arrives as the
-output's is, so that a rule can use it where the derivative is zero (the papers' step activation). Where they differ
-(pooling), the transposed Jacobian leads each component of the message to the elements of the input.
+The rule is asked at each element of the input. Where input and output have one shape, it gets the output's message as
+it is, also where the derivative is zero (the papers' step activation). Where they differ (pooling), the transposed
+Jacobian takes each component of the message to the elements of the input.
 """
 
 import math
@@ -27,12 +27,10 @@ Sizes = int | Sequence[int]
 
 
 def activation(place: Place, function: Callable[..., jax.Array], *signals: Signal) -> Signal:
-    """An elementwise function of one signal, or of several signals of the same shape (the product in a gate).
-
-    With several signals the rule is asked for each, at the places "name.0", "name.1", ..., and sees it and the output.
+    """An elementwise function of one signal, or of several (the product in a gate), at places "name.0", "name.1", ...
 
     Args:
-      place: the node's place.
+      place: the node's place; with several signals the rule is asked at each place, and sees its signal and the output.
       function: a function of arrays, such as `jax.nn.sigmoid`, `jnp.sign` or `jnp.multiply`.
       *signals: signals of one shape, the batch first.
 

@@ -73,8 +73,7 @@ def fit(
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
-      >>> import itertools, jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx, itertools, jax, jax.numpy as jnp, apgrad as ap
       >>> model = nnx.Sequential(nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.Linear(50, 2, rngs=nnx.Rngs(1)))
       >>> x = jax.random.normal(jax.random.key(0), (8, 3))
       >>> batch = x, jax.nn.one_hot((x[:, 0] > 0).astype(int), 2)

@@ -42,13 +42,10 @@ class _Layers:
         self._makers = functools.singledispatch(_function)
 
     def register(self, *args: Any) -> Any:
-        """Teaches a type of layer of your own: decorates a function that makes a `Layer` of a part of a model.
-
-        The annotation of the function says the type, as for `functools.singledispatch`.
+        """Decorates a function that makes a `Layer` of a part of a model, for parts of the type in its annotation.
 
         Example:
-          >>> import jax.numpy as jnp, apgrad as ap
-          >>> from flax import nnx
+          >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
           >>> class Gain(nnx.Module):
           ...     def __init__(self):
           ...         self.gain = nnx.Param(jnp.ones(3))

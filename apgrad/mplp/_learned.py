@@ -2,7 +2,7 @@
 
 Along values, the transposed Jacobian of `y = f(x, w)` makes the true cotangents of x and w. Along ports, the rule's
 answer makes the messages at x, the updates of w and the new state. The backward pass is plain JAX in all that it takes,
-and no derivative is a pretended one; so derivatives of higher order, such as the meta-gradient, are right.
+so derivatives of higher order, such as the meta-gradient, are right.
 """
 
 import functools
@@ -52,7 +52,7 @@ def learned_node(
     data: Sequence[Any] = (),
     give: Callable[[jax.Array], Any] | None = None,
 ) -> Any:
-    """Runs a node: the function of the values goes forward, the rule's answers go backward.
+    """Runs a node: `function` of the values forward, the answers of the rule backward.
 
     `ask(local)` makes a question for each site, `use(local, answers)` a message for each signal and an update for each
     parameter. The output is a signal, a plain array where the first site `begins` (a loss), or what `give` makes of it.

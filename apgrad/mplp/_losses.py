@@ -1,8 +1,7 @@
 """Losses: nodes at which messages begin, whose output is the loss of each example (and position), a plain array.
 
-The network averages, weighs or masks it like any other value. The message begins at the prediction: what the rule makes
-of the features named below (those of the published code), times the weight of the example in the whole loss, relative
-to a mean, which the true cotangent of its loss tells.
+The network averages, weighs or masks it like any other value. The message to the prediction is what the rule makes of
+the features named below (those of the published code), times the example's weight in the whole loss: 1 in a mean.
 """
 
 from collections.abc import Callable

@@ -34,9 +34,9 @@ def parameter(value: jax.Array) -> Parameter:
 def shared(place: Place, parameter: Parameter) -> Parameter:
     """A parameter that a network uses in many steps of a `jax.lax.scan`, whose body closes over the result.
 
-    Each use asks the rule for an update, and the updates add up, as gradients do. A rule that normalizes updates is
-    asked for what adds up at each use, and here, once, for the update: many normalized ones would make a step that is
-    too long. For other rules the result is the parameter itself. A weight and its bias are both shared, or neither.
+    The updates of all uses add up, as gradients do. A rule that normalizes updates answers at each use with what adds
+    up, and makes one update of the sum here: a sum of normalized updates would be too long a step. For other rules the
+    result is the parameter itself. A weight and its bias are both shared, or neither.
 
     Args:
       place: the place of the parameter, with a name of its own.

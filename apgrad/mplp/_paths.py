@@ -1,10 +1,9 @@
 """What a network depends on must come back as a message: the check of every network that `backward` traces.
 
 Messages come back through ports alone, so a value and its port must go the same way from one node to the next. Where a
-value goes alone, or through a function that is not linear, what the network depends on gets no update, or a wrong one,
-though the loss counts it. So the network is traced forward once, and every variable gets a fact: a set of pairs
-(origin, function), which parameters and nodes it comes from, and through which functions. Where a node is entered, the
-fact of a value must be that of its port.
+value goes alone, or through a nonlinear function, what it depends on gets a wrong update or none. So the network is
+traced forward once, and every variable gets a fact, a set of pairs (origin, function): the parameters and nodes it
+comes from, and the functions on the way. Where a node is entered, a value must have the fact of its port.
 """
 
 import dataclasses

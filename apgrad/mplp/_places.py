@@ -2,8 +2,8 @@
 
 An answer leaves the backward pass through ports: the message through the signal's, the update through the parameter's,
 the new state through a port of the state's form, and a 1 through a scalar port for each place. Reverse mode adds up
-what arrives at a port, so the ones count the uses: a place's new state is the mean of what its uses made (over time in
-a `scan`, say), or the old one without a use. For the same reason a node does nothing if all of its message is zero.
+what arrives at a port, so the ones count the uses: a place's new state is the mean over its uses (in a `scan`, over
+time), or the old one without a use. A node whose whole message is zero is not used: it sends zeros.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +20,7 @@ from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 class Parameter(NamedTuple):
     """A parameter with the port through which its update leaves.
 
-    A function of a parameter on its way to a node must be linear, and is applied to value and port alike:
-    `jax.tree.map(jnp.transpose, w)`.
+    On the way to a node only a linear function, of both arrays, is allowed: `jax.tree.map(jnp.transpose, w)`.
 
     Attributes:
       value: a floating-point array. Its cotangent is the true gradient.
@@ -40,7 +39,7 @@ class SharedParameter(Parameter):
 
 
 class OpenPlace(NamedTuple):
-    """What a node gets from its place, pytrees of arrays; of messages back only those to the ports are there."""
+    """What a node gets from its place, pytrees of arrays. Only the ports get messages back."""
 
     local_rule: LocalRule | None
     state: Any

@@ -1,6 +1,4 @@
-"""Trained rules on disk: arrays in an `.npz` (no pickle), and a card in JSON, which says how the rule was trained and
-how well it does, and has what builds it again and a digest of the card and of the arrays.
-"""
+"""A trained rule on disk: arrays in an `.npz` (no pickle), and a JSON card that rebuilds it, with a digest of both."""
 
 import hashlib
 import importlib.resources
@@ -53,12 +51,11 @@ def pretrained_card(name: str) -> dict[str, Any]:
 def load_pretrained(name: str, x: jax.Array | None = None, y: jax.Array | None = None) -> Trained:
     """A trained rule that comes with the package.
 
-    It fits an MLP of any width and depth whose places are named by role, as those of `meta.mlp` and of
-    `from_nnx(..., names="role")` are. Named by number, `sequences` fits an `nnx.RNN` of simple or gated units and a
-    dense layer, `convnets` two convolutions, each with an activation and pooling, and a dense layer.
-    The rules for images want *standardized* inputs, of mean 0 and deviation 1 over all pixels, as `meta.data.load`
-    makes them; on inputs in [0, 1] they learn much worse, without an error. `regression` is for MLPs with the loss
-    squared_error, and wants standardized inputs and targets: its steps do not grow with the targets.
+    Most fit an MLP of any width and depth with places named by role (`meta.mlp`, `from_nnx(..., names="role")`). Named
+    by number, `sequences` fits an `nnx.RNN` of simple or gated units and a dense layer, `convnets` two convolutions,
+    each with an activation and pooling, and a dense layer. The rules for images want *standardized* inputs, of mean 0
+    and deviation 1 over all pixels (`meta.data.load`); on inputs in [0, 1] they learn much worse, without an error.
+    `regression`, for squared_error, wants standardized inputs and targets: its steps do not grow with the targets.
 
     Args:
       name: one of `pretrained_names()`.
@@ -101,20 +98,17 @@ def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
 def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error.
+    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error. A card that
+    does not describe this rule or says nothing, and a number that is not finite and real, are a ValueError.
 
     Args:
-      rule: a trained rule, `Separable` or `Normalized`.
+      rule: a trained rule, `Separable` or `Normalized`; others are a TypeError.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
         the smallest and the largest number) the rule warns once where a network and a minibatch lie outside; with
         "updates" (the largest number) also where it is told more of them; and not of pooling with "wires" (true).
       path: path of the two files, without their suffixes.
-
-    Raises:
-      ValueError: if the card does not describe this rule or says nothing, or if a number is not finite and real.
-      TypeError: for a rule of another class.
 
     Example:
       >>> import tempfile, apgrad as ap

@@ -2,8 +2,7 @@
 
 A *message passing learning protocol* (Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning
 protocol", 2020) keeps backpropagation's walk over the graph, and learns what a node does with the message that arrives:
-which messages it passes on, how it changes its parameters, and what it remembers. A rule is a pytree with two methods,
-`init(site)` and `at(site)`; `rules/_exact.py` is the shortest example.
+which messages it passes on, how it changes its parameters, and what it remembers. `rules/_exact.py` is a short rule.
 
 Arrays in questions are floating point, of the network's dtype; k is the size of a message. Gradients in them are those
 of one example's own loss, if the loss is a mean over the batch; an update is a mean over the batch.
@@ -20,9 +19,7 @@ class Site(NamedTuple):
     """A place in a network where a rule works: what is known of it before the data are.
 
     Attributes:
-      name: the place's name.
-      kind: the node's kind, "dense", "bias", "activation", "softmax", "squared_error", ..., among whose places a rule
-        may share parameters.
+      kind: the node's kind, such as "dense" or "squared_error"; a rule may share parameters among places of a kind.
       family: the kind of question that the node asks.
       batch: the number of examples in a minibatch.
       shape: for a dense node (rows, inputs, outputs), with a row for each position of each example; else the input's.
@@ -110,7 +107,6 @@ class Shared(NamedTuple):
 
     Attributes:
       update: of the parameter's shape, the sum of what the rule answered as its update at all uses.
-      parameter: the parameter.
     """
 
     update: jax.Array
@@ -149,13 +145,11 @@ class LocalRule(Protocol):
 
 
 class LearnedRule(Protocol):
-    """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
+    """A learning rule: a pytree, such as a Flax NNX module, with the size k of its messages and two methods.
 
     A rule whose attribute `sums_uses` is true answers at the uses of a shared parameter (`Site.shared`) with what adds
-    up, and once with the update (`Shared`), as rules need that normalize updates. Others are not asked.
+    up, and once with the update (`Shared`), as rules need that normalize updates. Others are asked at uses only.
 
-    Attributes:
-      message_size: the size k of a message, for each element of a value.
     """
 
     message_size: int

@@ -24,8 +24,7 @@ FUNCTIONS: dict[str, Any] = {
 class Reach(NamedTuple):
     """The MLPs and minibatches that a rule was tried with; pairs are the smallest and the largest number.
 
-    `updates` is for rules that are told it. `wires` says whether there were functions of signals that are not linear
-    and no activations, such as pooling.
+    `updates` is for rules that are told it; `wires`: whether there were nonlinear functions by `wire`, such as pooling.
     """
 
     activations: tuple[str, ...]

@@ -148,9 +148,8 @@ def scan_steps(
       length: the number of steps; needed where there are no inputs.
       remat: what a gradient through the steps remembers. False: everything. A number S, at least 1: the carry of every
         S-th step; segments of S steps, and within a segment each step, are computed again. True: S is about the square
-        root of the number of steps. Where steps are large, 1 is often faster than False, with which everything is
-        written to memory and read again. Arrays that the carry only hands on, such as a data set, are kept at every
-        S-th step as well: let the step close over them.
+        root of the number of steps. Where steps are large, 1 is often faster than False. Arrays that the carry only
+        hands on, such as a data set, are kept at every S-th step too: let the step close over them.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

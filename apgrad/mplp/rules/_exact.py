@@ -28,8 +28,7 @@ class Exact(nnx.Module):
       >>> batch, params = (jnp.ones((4, 1)), 2 * jnp.ones((4, 1))), {"w": jnp.zeros((1, 1))}
       >>> rule = ap.mplp.Exact(learning_rate=0.1)
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> step = jax.jit(ap.mplp.backward, static_argnums=1)
-      >>> updates, state, metrics = step(rule, network, params, state, batch)
+      >>> updates, _, metrics = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
       >>> float(updates["w"][0, 0]), float(metrics["loss"])
       (0.2..., 2.0)
     """

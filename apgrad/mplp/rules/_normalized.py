@@ -1,9 +1,9 @@
 """The normalized rule: steps of learned length along whitened, averaged and normalized updates.
 
-A separable rule (`_separable.py`) makes steps that are proportional to its messages. So messages that fade in a deep
-network teach it nothing, messages that are large make it diverge, and it is trained for one scale of everything. Here
-nothing depends on the scale of inputs and messages, and no step is longer than its length. At a dense layer with inputs
-x (B, N), messages m (B, M, k) and weights W (N, M), with |a| for the root mean square of all elements of a,
+The steps of a separable rule (`_separable.py`) are proportional to its messages: those that fade in a deep network
+teach it nothing, large ones make it diverge, and it is trained for one scale. Here nothing depends on the scale of
+inputs and messages, and the rule sets the length of each step. At a dense layer with inputs x (B, N), messages m (B, M,
+k) and weights W (N, M), with |a| for the root mean square of all elements of a,
 
     U = mean_b sum_r B_r(P x) A_r(m)      V <- beta V + (1 - beta) U
     dW = -l c(t / T) V / (|V| sqrt(N))    db = -l l' c(t / T) v / |v|
@@ -13,12 +13,11 @@ the gradient's plus corrections. Those, and the messages
 
     m' = g |m| G(m / |m|, z) + the exact message in component 0,
 
-are made by small networks of one neuron each that see m / |m|, x / |x| and P x / |x|, so they are relative to what
-arrives. At first they correct nothing. c is a line from 1 to 0 at the horizon T.
+are made by small networks of one neuron each that see m / |m|, x / |x| and P x / |x|, relative to what arrives. At
+first they correct nothing. c falls from 1 to 0 at the horizon of T updates (without `for_steps` it is 1).
 
-*Corrections fade.* A gradient's mean over examples vanishes as the network learns, that of a function of m / |m| does
-not: it would take over, the sooner the larger the minibatch and the wider the layer. So the part of the corrections is
-g / (1 + t B / 1000) after t minibatches of B examples.
+*Corrections fade.* A gradient's mean over examples vanishes as the network learns. That of a function of m / |m| does
+not, and would take over, sooner in large minibatches and wide layers: so its part is g / (1 + t B / 1000) at step t.
 
 *Controllers.* l, l', beta, the whitening's lambda and epsilon, and the part g of the corrections are made anew for each
 step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for each role without parameters). It sees the
@@ -29,7 +28,6 @@ of what the network says is left at step t. It is added to a constant, which is 
 *Shared parameters.* Of a parameter that is used in many steps or at many positions (`mplp.shared`, a bias, a scale, the
 table of an embedding) the uses' U add up, and the average, its direction and its length are those of the sum.
 
-*The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
 """
 
 import math
@@ -72,8 +70,7 @@ class Normalized(MadeForSites):
       rngs: the source of keys for the networks.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx, jax, jax.numpy as jnp, apgrad as ap
       >>> network, prior = ap.meta.mlp((4, 5, 2), jnp.tanh, ap.mplp.softmax_cross_entropy)
       >>> params, batch = prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2)
       >>> rule = ap.mplp.Normalized(ap.mplp.sites(network, params, batch), rngs=nnx.Rngs(2)).for_steps(100)

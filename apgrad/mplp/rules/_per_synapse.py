@@ -8,8 +8,7 @@ synapse's update, and a network g makes its message; the node's message is the m
 
 A bias sees [m, b, z], where z is the bias's input, and goes first: the weights see the bias's message. Activations see
 [m, z], the softmax sees [m, z, z - max z, exp(z - max z), the sum of these], and losses see their features alone. The
-*state* c is kept from one inner step to the next, for each synapse and each example's slot in the minibatch. Published
-are two kinds of networks:
+*state* c is kept from step to step, for each synapse and slot of the minibatch. Published are two kinds:
 
     stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
@@ -18,8 +17,7 @@ are two kinds of networks:
 
 *Standardizers* (MPLP, appendix A; published code) shift and scale what a network sees to numbers of about size one, by
 one pair of numbers for each group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. As published this
-has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitted, so their scale comes out near 1000;
-`max_scale` bounds it.
+has a fault: biases are about 1e-3 while it is fitted, so their scale comes out near 1000 (see `max_scale`).
 """
 
 from collections.abc import Sequence
@@ -140,8 +138,6 @@ def _statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 class _GruCell(nnx.Module):
-    """One GRU: component 0 of its state is the update (if there is one), and the last k components are the message."""
-
     def __init__(self, features, message_size, hidden, layers, updates, rngs):
         self.gru = Gru(features, updates + hidden + message_size, layers, rngs=rngs)
         self.message_size, self.updates = message_size, updates

@@ -6,17 +6,16 @@ by a small network of this one neuron. A message is a weighted sum, as in backpr
     dW_ij = -lr mean_b sum_r B_r(x_bi, u_i) A_r(m_bj, v_j),      db_j = -lr' mean_b A_0'(m_bj, v_j)
     m'_bi = G(sum_j W_ij U(m_bj, v_j), z_bi, s_i)
 
-x are the inputs, m (of size k) the messages at the outputs, and G stands at the activation. All of these are matrix
-products, about (1 + k + R) of the size of the forward pass. A loss makes the first message of [L, p, y, ...].
+x are the inputs, m (of size k) the messages at the outputs, z the inputs of the activation, where G stands. All are
+matrix products, about (1 + k + R) of the size of the forward pass. A loss makes the first message of [L, p, y, ...].
 
 *Start as gradient descent*, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m: component 0 of m, and A_0, B_0 and U_0,
 are those of gradient descent plus corrections whose gains begin at 0. All corrections of A are 0 at first, so those of
 B (r > 0) can be there from the beginning; likewise the other components of messages, which nothing reads yet.
 
-*State of neurons.* u, v and s are recurrent states of neurons, not of synapses or examples. A gated unit makes the new
-one from the mean and the mean square, over the batch, of what the neuron sees: a rule can follow its statistics, as
-Adam does, and tell the first step from the last. *Whitening.* B_0 is P x, and the other B see P x beside x
-(`_whitening.py`); the start is then the step of recursive least squares.
+*State of neurons.* u, v and s are recurrent states of neurons, not of examples. A gated unit makes the new one from the
+mean and the mean square over the batch of what the neuron sees: so a rule can follow its statistics, as Adam does.
+*Whitening.* B_0 is P x, and the other B see it beside x (`_whitening.py`): the start is recursive least squares.
 """
 
 from collections.abc import Sequence
@@ -45,9 +44,8 @@ class Separable(MadeForSites):
       hidden: the number of hidden units of each network, which are tanh.
       neuron_state: the size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
-      share: which places share networks and step sizes, and so which networks the rule fits. False: none. True:
-        places of a kind. "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"),
-        for networks of any depth.
+      share: which places share networks and step sizes, and so which networks the rule fits. False: none. True: places
+        of a kind. "role": places whose names differ in digits only ("dense_1", "dense_2"), for any depth.
       normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), so that a learned
         step size means the same in layers of every width.
       gradient: whether networks also see the true gradient (the hybrid that both papers propose).
@@ -57,8 +55,7 @@ class Separable(MadeForSites):
       rngs: the source of keys for the networks.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx, jax, jax.numpy as jnp, apgrad as ap
       >>> network, prior = ap.meta.mlp((1, 5, 1), jnp.tanh, ap.mplp.squared_error)
       >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
       >>> rule = ap.mplp.Separable(ap.mplp.sites(network, params, batch), whiten=True, rngs=nnx.Rngs(2))

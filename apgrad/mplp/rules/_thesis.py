@@ -97,10 +97,7 @@ def _used(features: Sequence[str], see_loss: bool) -> list[str]:
 
 
 class BatchNorm(nnx.Module):
-    """`(v - mean) / sqrt(var + 1e-8) * gain + shift` over all rows of one call, for each feature; var has ddof 1.
-
-    Where it is zero, the output is the shift and the derivative is finite: the square root never sees zero.
-    """
+    """`(v - mean) / sqrt(var + 1e-8) * gain + shift` of each feature over all rows; var has ddof 1, and may be 0."""
 
     def __init__(self, features: int):
         self.gain = nnx.Param(jnp.ones(features, float))

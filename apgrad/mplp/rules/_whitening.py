@@ -9,9 +9,8 @@ root mean square and by sqrt(N), so P depends on the directions of the inputs on
 
     P <- P - P X^T S^-1 X P,        P_new X^T = P X^T S^-1 / lambda
 
-So the whitened inputs cost no product beyond those of the update. With many rows (the positions of a convolution) the
-same P is (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t, so learning would stop: a meta-trained fraction leads it
-back, P <- P + epsilon (I - P), which also keeps P between 0 and I.
+So the whitened inputs cost no further product. With many rows (as in a convolution) P is (P^-1 + lambda X^T X)^-1. P
+shrinks like 1/t, so learning would stop: P <- P + epsilon (I - P), epsilon meta-trained, keeps P between 0 and I.
 
 *Window.* If a layer is wide, P is the identity less a matrix of low rank, made of the last r rows Z (r, N):
 
@@ -30,10 +29,7 @@ State = dict[str, jax.Array]
 
 
 def init(site: Site, limit: int, rank: int) -> State:
-    """The state of a dense place before any minibatch, P = I: `P` (N, N), or `rows` (r, N) and `gram` (r, r), zeros.
-
-    The window has the rows of whole minibatches, r of them about `rank`.
-    """
+    """`P` = I, (N, N); or zeros for r rows of whole minibatches, about `rank`: `rows` (r, N), `gram` (r, r)."""
     rows, inputs, _ = site.shape
     if inputs <= limit or rows > rank:
         return {"P": jnp.eye(inputs, dtype=float)}
