@@ -1,8 +1,7 @@
 """Outer gradients by evolution strategies: chaos in an unroll does not reach them, since they do not differentiate it.
 
-With e ~ N(0, sigma^2 I), all of them estimate the gradient of the *smoothed* objective E[L(theta + e)], which differs
-from that of L by order sigma^2. Perturbations come in antithetic pairs ±e with common random numbers (Rechenberg, 1973;
-Salimans et al., 2017):
+With e ~ N(0, sigma^2 I) they estimate the gradient of the *smoothed* objective E[L(theta + e)], which differs from that
+of L by order sigma^2, by antithetic pairs ±e with common random numbers (Rechenberg, 1973; Salimans et al., 2017):
 
     g = 1/(2 sigma^2) (L(theta + e) - L(theta - e)) e
 

@@ -1,7 +1,6 @@
-"""Which parts of a pytree are meta-trained: no `nnx.Variable` but `nnx.Param`, such as a fitted standardizer.
+"""Which parts of a pytree are meta-trained: all but an `nnx.Variable` that is no `nnx.Param`, such as a standardizer.
 
-Weight decay would shrink it in spite of a zero gradient, and evolution strategies perturb it, so it is split off, by
-`meta.train` and every outer gradient themselves.
+Weight decay would shrink it and evolution strategies perturb it, so `meta.train` and all outer gradients split it off.
 """
 
 from collections.abc import Callable
@@ -13,18 +12,13 @@ from flax import nnx
 
 
 def partition(theta: Any) -> tuple[Any, Any]:
-    """Splits a pytree into what is trained and what is fixed.
+    """Splits a pytree into what is trained and what is fixed: two pytrees of its form, each with None for the other.
 
     Args:
-      theta: a rule, or any pytree. Plain arrays are trained.
-
-    Returns:
-      Two pytrees of theta's form: the first has None in place of every `nnx.Variable` that is not an `nnx.Param`, the
-      second has None in place of everything else.
+      theta: a rule, or any pytree. All of it is trained but an `nnx.Variable` that is not an `nnx.Param`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx, jax, jax.numpy as jnp, apgrad as ap
       >>> theta = {"weight": nnx.Param(jnp.ones(2)), "scale": nnx.Variable(jnp.zeros(3)), "rate": jnp.ones(())}
       >>> trained, fixed = ap.meta.partition(theta)
       >>> [len(jax.tree.leaves(part)) for part in (trained, fixed)], trained["scale"]

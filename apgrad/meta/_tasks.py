@@ -23,7 +23,6 @@ class Task(NamedTuple):
     """A family of tasks, as functions.
 
     Attributes:
-      network: the network that learns.
       prior: `key -> params`, the parameters at the start.
       draw: `key -> what makes one task of the family`, a pytree of arrays.
       batch: `(task, key) -> (x, y)`, a minibatch to learn from.
@@ -52,8 +51,7 @@ def mlp(
       sizes: number of inputs, width of each hidden layer, number of outputs.
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
-      deviation: of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights and biases that are
-        uniform on ±1/sqrt(inputs) (as in the thesis).
+      deviation: of normal weights (.05 in MPLP), with biases 0; None: both uniform on ±1/sqrt(inputs) (thesis).
 
     Example:
       >>> import jax, apgrad as ap
@@ -119,8 +117,7 @@ def sinusoid(
 ) -> Task:
     """Regression on a sin(x + p), for x from -5 to 5.
 
-    The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), `deviation=None`, and a
-    batch of 32; MAML's `amplitude=(0.1, 5)`.
+    Defaults are MPLP's. The thesis has amplitudes (1, 1) (5.1) or (1, 5) (5.2), no deviation, batch 32; MAML (0.1, 5).
 
     Args:
       sizes: number of inputs, width of each hidden layer, number of outputs.

@@ -1,7 +1,6 @@
 """The outer loop: many outer steps in one jitted function, on one device or many.
 
-After each call a checkpoint of all that goes on is written, and every call runs the same program from the same bits: so
-a run that was killed and started again ends with the same bits.
+All calls run one program, and a checkpoint follows each: so a run that was killed and goes on ends with the same bits.
 """
 
 import contextlib
@@ -28,9 +27,8 @@ __all__ = ["Training", "begin", "normalize_tensors", "outer_steps", "train"]
 
 
 class Training(NamedTuple):
-    """What goes on from one outer step to the next: theta, optax's state for what of it is trained, the outer
-    gradient's carry, the run's key (step t uses `fold_in(key, t)`), the steps made, and how many of them were skipped,
-    since the loss or the gradient was not finite.
+    """What goes on from step to step: theta, optax's state of what is trained, the outer gradient's carry, the run's
+    key (step t uses `fold_in(key, t)`), the steps made, and those skipped, as loss or gradient was not finite.
     """
 
     theta: Any
@@ -153,11 +151,10 @@ def train(
     log: Log | None = None,
     progress: bool = True,
 ) -> Training:
-    """Meta-trains, and goes on with a run that was begun in the folder.
+    """Meta-trains, and goes on with a run that was begun in the folder; `.theta` of the result is what was trained.
 
-    A run is known by its version, key and theta at the start, which the folder's file `run` holds. The folder of
-    another run is refused, and so is a folder in which a process is training. The version stands for your code, the
-    outer gradient and the optimizer, with the numbers in them: change it when they come to mean something else.
+    A run is known by its version, key and theta at the start, which its folder holds. The version stands for your code,
+    the outer gradient and the optimizer, with the numbers in them: change it when these change.
 
     Args:
       outer: the outer gradient, such as `batched(reverse_mode(problem), 8)`.
@@ -169,12 +166,9 @@ def train(
       version: such as "1"; a folder needs one.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
-      log: `(step, metrics)`, called after each jitted call with the means of "loss" and "gradient_norm", and
-        "skipped", such as `tensorboard(folder)`.
+      log: `(step, metrics)`, called after each jitted call with the means of "loss" and "gradient_norm", and "skipped",
+        such as `tensorboard(folder)`.
       progress: whether to show a tqdm bar.
-
-    Returns:
-      The state of the loop; `.theta` is what was trained.
 
     Raises:
       FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps had to be skipped.

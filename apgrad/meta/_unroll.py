@@ -2,8 +2,7 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state; any other recurrence is a problem too. With hint weight h, held-out
-weight v and batch-entropy weight b,
+theta are the meta-parameters, s the inner state. Of a task, with weights h (hint), v (held-out) and b (batch entropy),
 
     l_t = (h + b penalty_t) hint_t / T,    final = v held_out
 
@@ -49,9 +48,7 @@ class Problem(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """The state of an inner problem: parameters, the learner's state, what `Task.draw` returned, the key of the
-    minibatches, and the numbers of steps made and to be made.
-    """
+    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` of `horizon` steps are made."""
 
     params: Any
     learner: Any
@@ -174,10 +171,7 @@ def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
 
 
 def only_if(condition: jax.Array, function: Callable[[], Any], other: Any) -> Any:
-    """`function()` where the condition holds, else `other`, even if the function's derivatives are NaN there.
-
-    `jnp.where` would multiply such derivatives by zero, which gives NaN; a `cond` leaves them out, under `vmap` too.
-    """
+    """`function()` where the condition holds, else `other`: a `cond` leaves out NaN derivatives, `where` does not."""
     return jax.lax.cond(condition, function, lambda: other)
 
 
@@ -225,7 +219,7 @@ def evaluate(
     tasks: int | None = 64,
     prior: Any = None,
 ) -> Any:
-    """How well tasks are learned: a measure of the parameters before and after each step, over independent tasks.
+    """How well tasks are learned: mean and standard error of a measure before and after each step, both (steps + 1,).
 
     Args:
       task: a family of tasks.
@@ -234,11 +228,8 @@ def evaluate(
       key: PRNG key of the tasks: the same key draws the same tasks for every learner.
       steps: number of inner steps.
       measure: `(params, held-out batch) -> number`; the task's loss if not given.
-      tasks: how many tasks are drawn, at least 2, by `jax.random.split(key, tasks)`; None for one task, that of `key`.
+      tasks: how many tasks are drawn by `jax.random.split(key, tasks)`, at least 2; None: measures of one, `key`'s.
       prior: the parameters to start from; the task's prior draws them if not given.
-
-    Returns:
-      `(mean, standard_error)`, each (steps + 1,); with `tasks=None` the measures of the one task, (steps + 1,).
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -292,8 +283,8 @@ def entropy_penalty(
 def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: EntropyForm = "reference") -> jax.Array:
     """The batch entropy H of each layer's activations, (layers,) (thesis, Eqs 6 and 7).
 
-    H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch;
-    c is 1 in Eq. 6 (form "reference") and here 1e-5 in Eq. 7 (form "paper"), where it is called epsilon. The thesis's
+    H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch; c
+    is 1 in Eq. 6 (form "reference") and here 1e-5 in Eq. 7 (form "paper"), where it is called epsilon. The thesis's
     code has c = 1, half the factor, pi e, and the variance with ddof 1.
 
     Args:
@@ -303,8 +294,7 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
       form: "reference" or "paper".
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
       >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
       >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
       >>> ap.meta.batch_entropy(network, params, jnp.ones((4, 2))).tolist()    # equal inputs: no variance

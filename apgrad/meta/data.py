@@ -35,10 +35,7 @@ DIGITS = 1437  # training images: the first four fifths, by other writers than t
 
 
 class Images(NamedTuple):
-    """Images with labels, a name, and a description: what they stand in for, if anything, and how many they are.
-
-    Images are (images, height, width, channels) uint8, or rows (images, features) float32; labels (images,) int32.
-    """
+    """Images (n, height, width, channels) uint8, or rows (n, features) float32, with labels (n,) int32."""
 
     name: str
     description: str
@@ -54,24 +51,17 @@ class Images(NamedTuple):
 
 
 def load(name: str = "digits", *, size: int | None = None, folder: str | Path | None = None) -> Images:
-    """Images as rows, scaled to `size` by `size` and standardized by the mean and deviation of the training images.
-
-    Later calls return the same arrays, which are read-only.
+    """Images as read-only rows, scaled to `size` by `size`, standardized by mean and deviation of the training images.
 
     Args:
       name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist" or "cifar10".
-      size: height and width after scaling by linear interpolation, without antialiasing as in TensorFlow; images stay
-        as they are if it is not given. Colours stay.
-      folder: the folder with the file; the folder that APGRAD_DATA names if not given.
-
-    Raises:
-      FileNotFoundError: if the data are neither there nor to be had.
+      size: height and width after linear interpolation, without antialiasing as in TensorFlow; unchanged if not given.
+      folder: the folder with the file, APGRAD_DATA's if not given. Data that are not to be had are a FileNotFoundError.
 
     Example:
       >>> import apgrad as ap
-      >>> digits = ap.meta.data.load("digits")
-      >>> digits.x_train.shape, digits.classes
-      ((1437, 64), 10)
+      >>> ap.meta.data.load("digits").x_train.shape
+      (1437, 64)
     """
     root = folder or os.environ.get("APGRAD_DATA")
     return _load(name, None if size is None else whole("size", size), Path(root).resolve() if root else None)
