@@ -1,7 +1,6 @@
 """A checkpointed block that remembers its inputs packed, and is evaluated again at what they are restored to.
 
-The block is not linear in them: with x + e restored, E e = 0, the mean of its messages is off by half of its second
-derivative times the variance of e, small for many bits, but a bias.
+With x + e restored, E e = 0, its messages have a bias, small for many bits: half its second derivative times var e.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """The equations of a pullback, sorted by what they need.
 
-Those that depend on a message run in the backward pass, the others can run in the forward pass. What the former take
-from the latter are the coefficients. A chain of elementwise equations multiplies its message by one derivative.
+Those that depend on a message run in the backward pass; what they take from the others are the coefficients.
 """
 
 from collections.abc import Sequence

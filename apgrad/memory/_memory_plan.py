@@ -1,9 +1,8 @@
 """What a straight-line program's reverse pass remembers, and the steps of this pass.
 
-The pullback of a program is a program too, linear in the messages. Some of its equations depend on no message, and can
-be evaluated in the forward pass. The others, the backward equations, take from these the *coefficients*, all that the
-forward pass has to leave behind. A coefficient is computed again from what is kept anyway, small or Boolean; or, if a
-product multiplies it by a message, a sampler remembers it; or the array itself is remembered.
+The pullback of a program is a program too, linear in the messages. What its backward equations, which depend on
+messages, take from the others are the *coefficients*. A coefficient is computed again from what is kept anyway, small
+or Boolean; or, if a product multiplies it by a message, a sampler remembers it; or the array itself is remembered.
 
 Three rules keep gradients unbiased and memory small:
 
@@ -107,10 +106,7 @@ def make_plan(
 
 
 def _derivatives_sooner(program: jaxprs.Program, outputs: int) -> jaxprs.Program:
-    """The program with what its first outputs do not need, derivatives, right after what that is made of.
-
-    So the order says which parts of a function follow each other, and what a derivative takes need not wait for it.
-    """
+    """The program with derivatives, which its first outputs do not need, right after what they are made of."""
     jaxpr, consts = program
     own = set(map(id, jaxprs.needed(jaxpr.eqns, jaxpr.outvars[:outputs], effects=True)))
     place: dict[Any, int] = {}  # of what arrays of the inputs alone make, there is none yet

@@ -1,9 +1,8 @@
 """The forward and the backward pass of a plan, in an order that needs little memory.
 
 `remember` runs a plan's forward program and keeps its slots; `send` runs the backward steps with the coefficients
-restored. A compiler orders a program by its data flow alone: it may restore the arrays of all layers at once. So
-barriers fix the order: a coefficient is kept before the next equation runs, it is restored when its message is there,
-and a message goes on when the gradients of arguments that need it are done.
+restored. A compiler may restore all layers' arrays at once, so barriers fix the order: a coefficient is kept before the
+next equation runs, and restored when its message is there; a message goes on after the gradients that need it.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
 
-Exact methods come first. Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted
-bytes fit; what the last gradient that was compiled needed beyond its prediction is added to the others, so that a few
-compilations settle it. If nothing exact fits, coefficients are rounded (`apgrad.memory._budget`).
+What the last compiled gradient needed beyond the prediction of `apgrad.memory._recompute` is added to the other
+predictions, so that few compilations settle it. If nothing exact fits, `apgrad.memory._budget` rounds.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -39,7 +38,6 @@ class Plan(NamedTuple):
       function: `(key, *args)`: the same value, and a gradient in the budget. Only a plan that rounds uses the key.
       chosen: the row of `trials` that the function is of.
       trials: all that was compiled, in order; the first is the function as it is.
-      budget_bytes: as given.
     """
 
     function: Callable[..., Any]

@@ -1,9 +1,8 @@
 """`ap.randomize`: any JAX function, with a random and smaller memory in its reverse pass.
 
-The function's jaxpr is walked, and each straight-line stretch becomes a propagator (`apgrad.node`), which remembers the
-coefficients of its pullback in the forms that `apgrad.memory._memory_plan` chooses. A `scan`, `cond` or
-`jax.checkpoint` is rebuilt around stretches of its own, with fresh keys in each step. Calls are entered. A function's
-own derivative rule is used, and its coefficients are remembered like any others.
+Each straight-line stretch of the jaxpr becomes a propagator (`apgrad.node`), which remembers the coefficients of its
+pullback as `apgrad.memory._memory_plan` chooses. A `scan`, `cond` or `jax.checkpoint` is rebuilt around stretches of
+its own, with fresh keys in each step. Calls are entered. A function's own derivative rule is used, and randomized too.
 """
 
 import itertools
@@ -45,16 +44,18 @@ def randomize(
 ) -> Callable[..., Any]:
     """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
 
+    Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are not
+    counted and not sampled: the caller has them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget is for
+    one copy or step. Messages that the function rounds (to narrower types) are right to that type's precision. JAX's
+    max-pooling remembers its input exactly: `ap.memory.max_pool` remembers places.
+
     Args:
       function: any JAX function, with transformations, custom derivative rules and any library's modules inside.
-      sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
-        convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
-        chooses by name, size or shape; None keeps a coefficient exactly.
-      through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
-        to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
-        (section 3.3). None keeps these coefficients exactly.
-      budget_bytes: in place of a sampler and `through`, how much may be remembered in all, by samplers of the least
-        added variance.
+      sampler: remembers every coefficient that enters the reverse pass linearly; of a convolution's input, positions
+        with all their channels. Or a function `(Coefficient) -> sampler or None`; None keeps a coefficient exactly.
+      through: in place of one that keeps a fraction, the sampler of coefficients whose messages go on to other samples
+        (activations, attention), where noise of 100 % would multiply with depth (section 3.3). None keeps them exactly.
+      budget_bytes: in place of a sampler and `through`, the most to remember, by samplers of the least added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
@@ -69,17 +70,10 @@ def randomize(
       TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
         result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
         `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
-      ValueError: if neither or both of sampler and budget are given, `through` beside a budget, or a number is none or
-        below 0; when the result is called, if the function changes its arguments in place; when it is differentiated,
-        if the budget cannot be kept.
+      ValueError: for neither or both of sampler and budget, `through` beside a budget, or a number below 0; when the
+        result is called, if it changes its arguments; when it is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
         program that is not read here: randomize the function inside.
-
-    Note:
-      Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
-      not counted and not sampled: the caller has them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget
-      is for one copy or step. Messages that the function itself rounds (narrower types on its way) are right to that
-      type's precision. JAX's max-pooling remembers its input exactly: `ap.memory.max_pool` remembers places.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -88,8 +82,7 @@ def randomize(
       >>> w, x = 0.1 * jax.random.normal(jax.random.key(0), (64, 64)), jnp.ones((128, 64))
       >>> random = jax.jit(jax.grad(ap.randomize(loss, ap.memory.rounding(bits=4)), argnums=1))
       >>> gradient, exact = random(jax.random.key(1), w, x), jax.jit(jax.grad(loss))(w, x)
-      >>> error = jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact)
-      >>> bool(0 < error < 0.05)
+      >>> bool(0 < jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact) < 0.05)
       True
     """
     if (sampler is None) == (budget_bytes is None):
@@ -154,9 +147,7 @@ def walked(function: Function, walk: Callable[..., Function]) -> Function:
 
 
 def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, SlotForm]]:
-    """The coefficients that reverse mode of a function remembers, each with the form in which `randomize` can.
-
-    The form is "sampled", "bits" (a Boolean array, packed) or "exact".
+    """The coefficients that reverse mode remembers, each with its form: "sampled", "bits" (packed Booleans) or "exact".
 
     Args:
       function: differentiated with respect to all its floating-point arguments.
@@ -177,10 +168,7 @@ Recorded = list[tuple[str, MemoryPlan]]
 
 
 def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int) -> Recorded:
-    """The plans that remember everything: of the stretches inside, by their scope, and last of the whole function.
-
-    It is differentiated with respect to the floating-point arrays in the arguments with these numbers.
-    """
+    """The plans that remember everything: of stretches by scope, last of the whole, with respect to these arguments."""
     leaves, chosen, put = arrays_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
@@ -204,11 +192,7 @@ def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
 
 
 def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> MemoryPlan:
-    """A plan that remembers at most so many bytes.
-
-    `allocate` estimates them coefficient by coefficient. What is drawn twice, and what branches share, a plan alone
-    shows: so the bytes are counted in the plan that is made.
-    """
+    """A plan of at most so many bytes, counted in it: `allocate` does not see what is drawn twice or branches share."""
     found = listed(_recorded(min_size, *stretch))
     target, best = float(budget), None
     while True:

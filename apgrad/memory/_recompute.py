@@ -1,8 +1,7 @@
 """Which arrays stay in memory when all others are computed again, exactly, in the reverse pass.
 
-A choice is a set of variables that may be remembered; every other coefficient is computed from these when its message
-is there. Its costs are the bytes that stay, what a run of both passes needs beyond these at its worst moment, and the
-work of computing the others again. Candidates are
+A choice is a set of variables that may be remembered; all else is computed again when its message is there. It costs
+the bytes that stay, what both passes need beyond these at their worst moment, and the work done again. Candidates:
 
 * the products (matrix products, convolutions) that take most work for a byte, for each number of them, and with them
   the variables that cross a few cuts, which divide the rest into groups of about equal bytes at places where few bytes

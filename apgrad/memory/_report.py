@@ -1,9 +1,8 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
-Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views, which the caller has
-anyway. Temp bytes are the compiler's own account of the gradient's scratch memory, in which buffers of the gradients
-are counted. **XLA on the CPU drops optimization barriers** (its pass `cse_barrier_expander`), and with them all that
-`jax.checkpoint` saves outside of a scan. So the report compiles with this pass switched off there, and says so.
+Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views. Temp bytes are the
+compiler's account of the gradient's scratch memory, with the gradients' buffers. **XLA on the CPU drops optimization
+barriers**, and with them all that `jax.checkpoint` saves outside of a scan. So the report keeps them, and says so.
 """
 
 import functools
@@ -46,7 +45,6 @@ class Residual(NamedTuple):
     Attributes:
       name: its scopes and the primitive that computes it.
       shape: of all steps, if a scan's body computes it.
-      dtype: its dtype.
       nbytes: the bytes of all steps.
       source: the user's line that computes it.
       count: how many steps there are.
@@ -68,8 +66,7 @@ class Residual(NamedTuple):
     def remedies(self) -> dict[str, tuple[int, str]]:
         """What each remedy would save of the bytes, and what it costs, predicted without compiling.
 
-        Bytes are of what is remembered: the compiled gradient's peak may fall by less, which `ap.memory.plan` measures.
-        Of noise, the variance is given over the array's square, for normal entries.
+        The compiled peak may fall by less (see `ap.memory.plan`). Variances are over the square, for normal entries.
         """
         found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
         if self.linear and self.shape and jnp.issubdtype(self.dtype, jnp.floating):
@@ -409,19 +406,14 @@ def compiled_note() -> str:
 
 
 def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> int:
-    """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
+    """Bytes of the compiled gradient's scratch memory, with barriers kept on the CPU too; -1 if they are not known.
 
     Args:
-      function: `(*args) -> scalar`.
+      function: `(*args) -> scalar`; another output is a TypeError.
       *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s, all of them inputs of the program that is compiled.
         What is made of arrays that the function closes over alone is no scratch memory: XLA computes it beforehand.
-      argnums: the arguments to differentiate with respect to, where floating-point; all if not given.
+      argnums: arguments to differentiate with respect to, where floating-point (none is a TypeError); all if not given.
 
-    Returns:
-      The bytes, or -1 where the compiler gives no account.
-
-    Raises:
-      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
     """
     flat, inexact, put = _shapes_in(args, argnums)
     if not inexact:

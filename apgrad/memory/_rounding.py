@@ -2,8 +2,7 @@
 
 The entries of a group share a grid, an offset and a scale: the upper halves of two floating-point numbers, in one word.
 They are of a quarter of the entries, so that neither their range nor a step beyond it can be too large for their type.
-The scale's sign bit says that an entry is not finite: the last code then stands for NaN, and the grid has one point
-less (of 1 bit, the whole group is NaN).
+The scale's sign bit says that an entry is not finite: the last code then is NaN (of 1 bit, the whole group).
 """
 
 import dataclasses
@@ -49,7 +48,6 @@ class Rounding:
         return from_rows(jnp.where(bad, jnp.nan, values), like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """scale^2 p (1 - p), with p the probability of rounding up."""
         if self.bits == 32:
             return jnp.zeros(x.shape, wide(x.dtype))
         places, bad, scale, _, _ = self._on_grid(x)
@@ -155,10 +153,9 @@ def _ranges(rows: jax.Array, bad: jax.Array) -> Any:
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Uniform numbers in (0, 1), of 23 bits, any two of them independent.
 
-    A row has a random word and a column has one. The sum of a row's and a column's word is uniform, and the sums of two
-    places are independent: so the variance of all that is linear in what is rounded is the one of independent numbers.
-    A permutation of the sum breaks what relates four places (simple tabulation, Patrascu & Thorup, "The power of simple
-    tabulation hashing", 2012).
+    Each row and each column has a random word. The sum of a row's and a column's is uniform, and the sums of two places
+    are independent: so what is linear in what is rounded has the variance of independent numbers. A permutation of the
+    sum breaks what relates four places (Patrascu & Thorup, "The power of simple tabulation hashing", 2012).
     """
     rows, columns = shape
     words = jax.random.key_data(hashed(key, jnp.arange(rows + columns)))

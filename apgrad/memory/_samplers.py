@@ -2,8 +2,7 @@
 
 Where a remembered coefficient x enters a reverse pass linearly, an unbiased estimate of it, drawn independently of all
 others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams, "Randomized automatic differentiation",
-ICLR 2021, section 3.2). `keep` draws the small memory, and `restore` makes the estimate from this memory and the same
-key: indices are drawn again, and need not be stored.
+ICLR 2021, section 3.2). `keep` draws the memory; `restore` makes the estimate, drawing indices again from the same key.
 
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
 channels at a position of an image do. With k of d entries kept, the variance of an element x_i:
@@ -202,10 +201,7 @@ class Projection:
         return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
     def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """(x R) R^T, and NaN where a row and a column meet that have an entry that is not finite.
-
-        Without the rows, as of a sum over rows, it is NaN in the columns.
-        """
+        """(x R) R^T, with NaN where a row and a column that are not finite meet; of a sum over rows, in the columns."""
         product, columns, *rows = memory
         size = like.shape[axis]
         found = self._product(product, key, axis, 1, size, size**0.5 / _kept(self.fraction, size))
@@ -282,16 +278,13 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept. An entry that is kept stands
         for those that are not, about 1 / fraction times itself: in float16 it is infinite if that is above 65,504.
-      replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
-        and a fraction of 1 is exact.
+      replacement: whether entries are drawn with replacement, as in the paper. Without it noise is less, and 1 exact.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 
 
 def same_sample(fraction: float, *, replacement: bool = True) -> Sampling:
-    """Keeps a fraction of the entries, the same for all examples ("same sample", section 4.3).
-
-    The cheapest in time: one small matrix product for the weights' gradient. It has the most noise.
+    """Keeps the same entries of all examples ("same sample", section 4.3): the cheapest in time, with the most noise.
 
     Args:
       fraction: as in `different_sample`.
@@ -301,9 +294,7 @@ def same_sample(fraction: float, *, replacement: bool = True) -> Sampling:
 
 
 def stratified(fraction: float) -> Sampling:
-    """Keeps one entry of each run of neighbours; a fraction of 1 is exact.
-
-    It needs neither gathers nor scatters to restore runs of one size: the fastest sample that differs between examples.
+    """Keeps one entry of each run of neighbours: the fastest sample that differs between examples. 1 is exact.
 
     Args:
       fraction: as in `different_sample`.
@@ -315,16 +306,13 @@ def projection(fraction: float) -> Projection:
     """Keeps x R with R (d, k) of independent signs over sqrt(k) (Appendix A).
 
     Args:
-      fraction: k / d, in (0, 1]. Entries are restored with noise of sqrt(d / k) times the size of their row: in
-        float16, what is above 65,504 is infinite.
+      fraction: k / d, in (0, 1]. Noise is sqrt(d / k) times the size of a row: in float16, infinite above 65,504.
     """
     return Projection(_fraction(fraction))
 
 
 def heavy(fraction: float) -> Heavy:
-    """Keeps the largest entries exactly, half of all that it keeps, and samples the others (winner-take-all, WTA-CRS).
-
-    Their places are stored, as they cannot be drawn again.
+    """Keeps the largest entries, half of what it keeps, exactly with their places, and samples the others (WTA-CRS).
 
     Args:
       fraction: as in `different_sample`.

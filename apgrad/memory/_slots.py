@@ -19,10 +19,7 @@ _DEEPEST, _SMALL = 64, 16
 
 
 def is_view(eqn: Any) -> bool:
-    """Whether an equation's output is linear in its first input, and holds all that the input holds.
-
-    What is rounded at random must not go through a conversion that rounds too: a view has every value of the first.
-    """
+    """Whether an equation is linear in its first input and rounds none of its values, which would be a bias."""
     if eqn.primitive.name != "convert_element_type":
         return eqn.primitive.name in VIEW
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -48,14 +45,12 @@ class Coefficient(NamedTuple):
     Attributes:
       name: the named scopes around the coefficient, its `checkpoint_name` if it has one, the primitive that uses it and
         a number; unique in the program. Of an input of a checkpointed block it ends in "inputs[number]".
-      shape: the array's shape.
-      dtype: the array's dtype.
       count: how often an array is remembered here: the product of the lengths of the scans around it.
       nbytes: the bytes of one array.
       last: whether the coefficient's messages go to arguments only, and meet no other sampled coefficient, as those of
         the input in a weight's gradient do: much noise there does no harm to other gradients.
-      order: for an image that a convolution takes, its axes as (example, positions ..., channels); else None. Samplers
-        draw positions of an image, each with all its channels (Fig. 4 of the RAD paper).
+      order: of a convolution's image, whose positions are sampled: its axes (example, positions ..., channels); else
+        None.
     """
 
     name: str
@@ -267,10 +262,7 @@ class OfPositions:
 
 
 def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
-    """The axes of the image in a convolution's weight gradient as (example, positions ..., channels).
-
-    It convolves the image, its first input, with the messages; examples and channels have changed places in it.
-    """
+    """The image's axes (example, positions ..., channels) in a weight gradient, which swaps the first and the last."""
     if eqn.primitive.name != "conv_general_dilated" or number != 0:
         return None
     channels, examples, *positions = jaxprs.Parameters(eqn)["dimension_numbers"].lhs_spec
