@@ -4,9 +4,8 @@ Lee, Zhang, Fischer & Bengio, "Difference target propagation", ECML 2015, algori
 g, and the target of h is t = h + g(t') - g(h'), with t' that of h'. The weights of f are moved to lower |f(h) - t'|^2 /
 2, and the inverse to lower |g(f(h + noise)) - (h + noise)|^2 / 2.
 
-The message is h - t: above the topmost of these layers the gradient (a step of rate 1 makes the target), at a layer
-g(h') - g(h' - m), with m the message to h'. Another `step` makes the targets, and divides the messages by it, so that
-they stay comparable to gradients.
+The message is h - t: above the topmost layer the gradient (a step of rate 1 makes the target), at a layer, with m the
+message to h', g(h') - g(h' - m). Another `step` makes targets of its rate, and divides the messages by it.
 """
 
 from collections.abc import Callable
@@ -32,6 +31,9 @@ def difference_target_propagation(
 ) -> Rule:
     """Layers send the difference between a value and its target, computed by a learned inverse.
 
+    The rewired function is `(key, params, *args)`, with (V, c) of shapes (m, n) and (n,) for each layer; their updates
+    are the gradients of the inverse's loss.
+
     Args:
       key: the PRNG key of the first inverses, g(h) = activation(h V + c).
       where: which layers, see `ap.rewiring.Where`: functions of one array (..., n) and of weights to an array (..., m),
@@ -39,10 +41,6 @@ def difference_target_propagation(
       activation: the inverses' activation, an elementwise function.
       noise: standard deviation of what is added to a layer's input when its inverse learns.
       step: the rate of the gradient descent that makes the topmost target, positive.
-
-    Returns:
-      A rule that draws: the rewired function is `(key, params, *args)`. The parameters are (V, c) for each layer, of
-      shapes (m, n) and (n,), and their updates the gradients of the inverse's loss.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

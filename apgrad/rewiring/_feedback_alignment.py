@@ -12,7 +12,7 @@ from apgrad.rewiring._rewire import Rule
 
 
 def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
-    """Layers send their messages back through fixed random weights.
+    """Layers send their messages back through fixed random weights, the rule's parameters, which get no update.
 
     The first layer has feedback weights too, whose message goes to the data, where nobody learns. Example: `ap.rewire`.
 
@@ -21,8 +21,6 @@ def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Whe
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
-    Returns:
-      A rule with parameters, the feedback weights of each layer, which get no update.
     """
 
     def at(site, feedback):

@@ -15,21 +15,17 @@ class _Any(NamedTuple):
 
 
 def first_of(*rules: Rule) -> Rule:
-    """One rule of several; each site goes to the first rule that takes it.
+    """Each site goes to the first rule that takes it. To compose rules *at* a site, `ap.chain` them in your own `at`.
 
-    To compose rules *at* a site, compose their propagators, by `ap.chain` in an `at` of your own.
+    It has parameters, draws or is direct if one of the rules does. Where a rule has no parameters they are None. A rule
+    that takes nothing is an error at trace time, unless rules before it took all that it would take.
 
     Args:
       *rules: at least one.
 
-    Returns:
-      A rule that has parameters, draws or is direct if one of them does. Where a rule has no parameters they are None.
-      One of the rules that takes nothing is an error at trace time, unless rules before it took all that it would take.
-
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> clip = ap.rewiring.clip_messages(1.0, where="sin")
-      >>> rule = ap.rewiring.first_of(clip, ap.rewiring.skip())
+      >>> rule = ap.rewiring.first_of(ap.rewiring.clip_messages(1.0, where="sin"), ap.rewiring.skip())
       >>> float(jax.grad(ap.rewire(lambda x: 5 * jnp.sin(jnp.round(x)), rule))(0.2))
       1.0
     """

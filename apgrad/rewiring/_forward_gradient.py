@@ -21,11 +21,10 @@ from apgrad.rewiring._rewire import Rule
 def forward_gradient(where: Where = None) -> Rule:
     """Sites remember one random direction and the derivative along it, and answer with an unbiased estimate.
 
+    The rule draws: the rewired function is `(key, *args)`.
+
     Args:
       where: which sites, see `ap.rewiring.Where`; the function as a whole if not given.
-
-    Returns:
-      A rule that draws: the rewired function is `(key, *args)`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -1,7 +1,6 @@
 """Gradient reversal: the message changes its sign at a place, so that what is before it learns the opposite.
 
-Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand & Lempitsky, "Domain-adversarial training of neural
-networks", JMLR 17, 2016, section 4.2.
+Ganin et al., "Domain-adversarial training of neural networks", JMLR 17, 2016, section 4.2.
 """
 
 import jax

@@ -2,8 +2,7 @@
 
 Kolen & Pollack, "Backpropagation without weight transport", ICNN 1994; Akrout, Wilson, Humphreys, Lillicrap & Tweed,
 "Deep learning without weight transport", NeurIPS 2019, section 4. A layer y = w x sends B' m back. Both w and B get the
-update m x', and both decay, w <- (1 - decay) w - rate m x', the same for B. So the difference w - B shrinks by the
-factor 1 - decay at each step, and the messages become those of backpropagation.
+update m x' and decay, w <- (1 - decay) w - rate m x', so that w - B shrinks to (1 - decay) (w - B).
 """
 
 import jax
@@ -15,15 +14,12 @@ from apgrad.rewiring._rewire import Rule
 def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through weights that learn with the layers' own updates.
 
-    Train the rule's parameters with the optimizer, rate and weight decay of the weights. Without decay they stay apart.
+    Train these, the rule's parameters, with the weights' optimizer, rate and decay. Without decay they stay apart.
 
     Args:
       key: the PRNG key of the first feedback weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-
-    Returns:
-      A rule with parameters, the feedback weights of each layer, whose updates are those of the layer's weights.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

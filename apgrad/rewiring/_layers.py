@@ -1,7 +1,6 @@
 """What rules share: the linear parts of a layer, and the choice of sites.
 
-A layer y = f(x, w), a dense one or a convolution, is linear in x and in w. So backpropagation sends the transpose of
-f(., w) applied to the message to x, and the transpose of f(x, .) applied to the message to w.
+A layer y = f(x, w), dense or a convolution, is linear in x and in w: messages go back by two transposes.
 """
 
 from collections.abc import Callable, Sequence

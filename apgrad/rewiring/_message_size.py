@@ -1,7 +1,6 @@
 """The size of messages, node by node: clipping and normalization.
 
-Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, clip the gradient as a
-whole, when it has already exploded.
+Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, clip the gradient.
 """
 
 from apgrad._ground.arguments import number

@@ -1,8 +1,7 @@
 """Surrogate gradients: a spike has the derivative of a smooth function on the way back.
 
 Neftci, Mostafa & Zenke, "Surrogate gradient learning in spiking neural networks", IEEE Signal Processing Magazine 36,
-2019; the default is the fast sigmoid of Zenke & Ganguli, "SuperSpike", Neural Computation 30, 2018: a spike at the
-membrane potential v gets the derivative 1 / (1 + beta |v|)^2.
+2019; by default the fast sigmoid's, 1 / (1 + beta |v|)^2 (Zenke & Ganguli, "SuperSpike", Neural Computation 30, 2018).
 """
 
 from collections.abc import Callable
@@ -23,8 +22,7 @@ def surrogate_gradient(
 
     Args:
       where: which functions (others are a ValueError), see `ap.rewiring.Where`; `spike` and `heaviside` if not given.
-        `jax.jit` around a function of several operations makes it one site with the function's name; `(v > 0).astype`
-        alone is no site.
+        `jax.jit` around several operations makes them one site with the function's name; `(v > 0).astype` is no site.
       derivative: the elementwise derivative; the fast sigmoid's, `1 / (1 + beta * |v|)**2`, if not given.
       beta: the steepness of the fast sigmoid, positive.
 

@@ -1,9 +1,8 @@
 """Synthetic gradients: a layer sends a guess of its message, and learns to guess from the message that came.
 
 Jaderberg, Czarnecki, Osindero, Vinyals, Graves, Silver & Kavukcuoglu, "Decoupled neural interfaces using synthetic
-gradients", ICML 2017. The message to the input x of a layer is guessed as S(x) = x A + c. The target of S is the
-message that the layer would have sent, computed from the (synthetic) message that the layer itself got, and S has the
-loss |S(x) - target|^2 / 2. A and c begin at zero, as in the paper.
+gradients", ICML 2017. The message to a layer's input x is guessed as S(x) = x A + c. The target of S is the message
+that the layer would have sent for the (synthetic) one it got, its loss |S(x) - target|^2 / 2. A and c begin at 0.
 """
 
 import jax
@@ -17,13 +16,11 @@ from apgrad.rewiring._rewire import Rule
 def synthetic_gradients(*, where: Where = None) -> Rule:
     """Layers send a linear guess of their message, made of their input alone.
 
+    The parameters are (A, c), of shapes (n, n) and (n,), for each layer; their updates are the gradients of S's loss.
+
     Args:
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given. The guess is linear
         in the last axis of the layer's input.
-
-    Returns:
-      A rule with parameters, for each layer (A, c) of shapes (n, n) and (n,). Their updates are the gradients of the
-      squared error of the guess.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
