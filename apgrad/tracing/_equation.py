@@ -53,8 +53,7 @@ def derivatives(equation: Equation) -> list[Any]:
 def transposed_mode(name: str, params: Any) -> dict[str, Any]:
     """Changes to parameters, so that indices that break the promise to be in bounds go where they go in the transpose.
 
-    XLA clamps such an index where it gathers, and leaves it out where it scatters. The transpose of a gather is a
-    scatter, and that of a scatter is a gather.
+    XLA clamps such an index where it gathers, and drops it where it scatters; each is the transpose of the other.
     """
     if name not in ("gather", "scatter-add", "scatter-sub") or params["mode"] != GatherScatterMode.PROMISE_IN_BOUNDS:
         return {}

@@ -36,7 +36,6 @@ class Influence:
       gradient: the same share, with each element weighed by its |gradient|.
       components: names of the rows.
       parameters: names of the columns.
-      kind: which paths: "viterbi" or "greedy".
     """
 
     share: jax.Array
@@ -70,8 +69,7 @@ class Influence:
     def top(self, count: int) -> "Influence":
         """At most so many components, in the order of the program: those with the greatest mean share of elements.
 
-        Where there are more, neither those that all or none of each parameter's paths run through are among them, such
-        as a scope that holds a residual add, nor a second one like another.
+        Of more, those that all or none of each parameter's paths run through are left out, and those equal to another.
 
         Args:
           count: how many, at least 1.
@@ -112,8 +110,7 @@ def influence(
     has influence 1, is a `UserWarning`; a function without scopes is a ValueError.
 
     Args:
-      f: the loss, as for `ap.semiring_grad`, with named scopes. Flax Linen names modules itself,
-        `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
+      f: the loss, as for `ap.semiring_grad`, with `jax.named_scope`s, as Flax Linen has; see `ap.tracing.name_modules`.
       kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
       depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
@@ -151,10 +148,7 @@ def require_options(kind: Any, depth: Any = None) -> None:
 
 
 def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool = False) -> Influence:
-    """Influence in a loss's program.
-
-    With `own`, a scope around others has a row "scope/" too, of the equations in none of these: `at_depth` needs it.
-    """
+    """Influence in a loss's program; with `own`, rows "scope/" too, of what is in a scope but in no scope inside it."""
     found = scopes(loss.program)
     around = {name.rpartition("/")[0] for scope in found for name in components_of(scope, depth)} if own else ()
 

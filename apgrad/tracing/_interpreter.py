@@ -1,7 +1,6 @@
 """The walk of tracing: forward through a program, collecting each equation's pull, then backward through the pulls.
 
-Nothing here knows a primitive (`_rules.py` does) or a loop (`_control.py` does). A value is *active* if it depends on
-an input for which a message is wanted.
+A value is *active* if it depends on an input for which a message is wanted.
 """
 
 import functools

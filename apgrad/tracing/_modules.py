@@ -1,7 +1,4 @@
-"""Names for the modules of a Flax NNX model: a subclass for each class and name, whose `__call__` opens a scope.
-
-`nnx.split` and `nnx.merge` keep a module's class, and nothing else of the object.
-"""
+"""Names for the modules of an NNX model: subclasses, since `nnx.split` and `nnx.merge` keep only a module's class."""
 
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,15 +14,13 @@ Model = TypeVar("Model", bound="nnx.Module")
 def name_modules(model: Model) -> Model:
     """A copy of a Flax NNX model that computes the same, each module in a `jax.named_scope` of its attribute's name.
 
-    A module in a list or dictionary has its place in the name: `blocks_0`. The model itself has no scope; a module used
-    in several places has the name of the first.
+    In lists and dictionaries the place is added: `blocks_0`. The model has no scope; one used twice has the first.
 
     Args:
       model: an NNX module. Its modules stay instances of their classes; calls other than `module(...)` have no scope.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
       >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
       >>> graph, params = nnx.split(ap.tracing.name_modules(model))
       >>> trace = ap.trace_gradients(lambda params: nnx.merge(graph, params)(jnp.ones(2))[0])(params)

@@ -1,9 +1,8 @@
 """Rules of primitives that are made of others: convolutions, windows, cumulative operations, sorting.
 
-The parts are walked for the way back only. The edges of the primitive are those of the parts, because one path at most
-leads through the parts from an input element to an output element. A window's taps are slices of the padded input:
-y = sum over taps k of w_k . x[k :: stride]. So a convolution is a sum over taps of matrix products, the maximum over a
-window a choice among slices. Cumulative operations are associative scans; sorting gathers in the order of the keys.
+The parts are walked for the way back only. Their edges are the primitive's, since at most one path leads through them
+from an input to an output element. A window's taps are slices of the padded input: so a convolution is a sum over taps
+k of products w_k . x[k :: stride], a maximum a choice of slices. Cumulative operations are scans, sorting a gather.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """Reading one path: from an element of a parameter, edge by edge, to the loss.
 
-A program is walked once more, and the messages of all its variables are kept. At each variable the path goes to the
-greatest contribution to the variable's element: to the equation that sent most, and of its output elements to the one
-that sent most, which one column of the equation's Jacobian shows (a `jax.jvp` with a one-hot tangent).
+A program is walked again, and all messages are kept. At each variable the path goes to the equation that sent most to
+its element, and there to the output element that sent most, which a column of the Jacobian shows (a one-hot `jax.jvp`).
 
 With the messages of `top_k`, each contribution comes with the weights of its own k heaviest paths. The path of rank n
 goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
@@ -86,10 +85,7 @@ def _bytes(x):
 
 
 class Compiled:
-    """Executables, each found by the text of its program, at the next point of equal shapes too.
-
-    `jax.jit` finds one by the Python function; but what a traced function closes over may change from point to point.
-    """
+    """Executables, found by the text of their program: what a function closes over may change from point to point."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}

@@ -66,10 +66,7 @@ def _with_residual_adds(loss: Loss) -> list[str]:
 
 
 def _holding(program: jaxprs.Program, made: Mapping[Any, list[str] | None], scope: str) -> list[str]:
-    """The names that `_with_residual_adds` gives, some of them several times.
-
-    `made` has the scopes around the equation that made each active input, and None for a parameter.
-    """
+    """The same, with repetitions; `made` has the scopes around what made each active input, None for a parameter."""
     made, found = dict(made), []
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name in NO_DERIVATIVE or made.keys().isdisjoint(jaxprs.variables(eqn.invars)):

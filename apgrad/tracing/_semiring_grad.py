@@ -20,17 +20,14 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     """Backpropagation with the semiring's sum and product: `jax.grad` with another sum.
 
     Along every path from an element of an argument to the loss the semiring multiplies the derivatives, and over all
-    these paths it adds the products. Paths go through the primitives that JAX traces, element by element.
+    these paths it adds the products. Paths go through the primitives that JAX traces, element by element. The result
+    has `semiring.finish(value)` for each array, in the structure of `jax.grad`'s, also under `jit`, `vmap` and `scan`.
 
     Args:
       f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
         was randomized is traced in its place (argnums still count the key); inside f, put the original yourself.
       semiring: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()` or `top_k(k)`, or your own `Semiring`.
       argnums: which positional arguments, as for `jax.grad`. All others reach f as they are, strings and functions too.
-
-    Returns:
-      A function of f's arguments: `semiring.finish(value)` for each array of the chosen ones, in the structure of
-      `jax.grad`'s result. It works under `jit`, `vmap` and `scan`.
 
     Raises:
       TypeError: at trace time, if f has a backward pass that is no sum over edges, or writes a mutable reference.
@@ -39,8 +36,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
       >>> f = lambda x: jnp.sum(jnp.array([[1.0, 2.0], [3.0, -4.0]]) @ x)
-      >>> x = jnp.ones(2)
-      >>> [ap.semiring_grad(f, s())(x).tolist() for s in (ap.tracing.ordinary, ap.tracing.max_product)]
+      >>> [ap.semiring_grad(f, s())(jnp.ones(2)).tolist() for s in (ap.tracing.ordinary, ap.tracing.max_product)]
       [[4.0, -2.0], [3.0, 4.0]]
     """
     f = original(f)

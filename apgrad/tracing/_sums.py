@@ -1,7 +1,4 @@
-"""The plus of many values: over axes, over elements with the same index, and in matrix products.
-
-Each has a plain form for any semiring, and a fast form for a plus that is addition or the maximum.
-"""
+"""The plus over axes, over elements of one index and in matrix products; fast if it is addition or the maximum."""
 
 import functools
 import itertools
