@@ -36,7 +36,8 @@ class MultilevelState(NamedTuple):
     """What earlier calls left: a pytree of arrays, to be carried through training. D is of L differences.
 
     Attributes:
-      difference: the last D over its typical length, with a first axis (L,), in the widest dtype, at least float32.
+      difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,),
+        all in one precision: the gradient's widest, and float32 at least.
       square: the mean of |D|^2 over earlier calls in these units, (L,), float32 or wider.
       product: the mean of the inner product of D and the call before's, the same.
       log_length: the mean of log |D|, (L,); infinite where there was no difference yet.

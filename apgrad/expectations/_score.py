@@ -45,7 +45,7 @@ def score(
     """Charges later costs to a value that was drawn elsewhere: REINFORCE for cached generation and replay.
 
     Costs after it are weighed by p(value) / behaviour(value), so that the objective and its derivatives are those under
-    `distribution`. Where the two differ much, products over a lane's choices vary much. `aux` is not weighed.
+    `distribution`. Where the two differ much, the ratios' product over a lane varies much. `aux` is not weighed.
 
     Args:
       tape: the current tape.

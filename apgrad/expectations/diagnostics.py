@@ -46,9 +46,9 @@ class Row(NamedTuple):
       squared_error: of one estimate, variance and squared bias; the variance without truth.
       uncertainty: the standard error of the squared error; it is too small where tails are heavy.
       cosine: the median over estimates of the cosine with the truth, or else with the mean of the other estimates.
-      share: of the variance, what the farthest 1 % of the estimates make. Estimates of one lane say it of lanes.
+      share: how much of the variance the farthest 1 % of the estimates make; with `lanes=1`, the farthest lanes.
       heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
-      seconds: the time of one compiled gradient: the median over rounds of a chunk's time, per estimate.
+      seconds: the time of one gradient, without compiling: the median over rounds of a chunk's time per estimate.
       efficiency: 1 / (squared_error seconds).
       times: the seconds in each round; None where they are known exactly.
       rounding: whether elements are off by more than chance, but by no more than 1e-5 of the truth's norm together.

@@ -33,7 +33,7 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
     Args:
-      temperature: a positive scalar. 1 is exact for costs quadratic in one sample; the paper prefers higher ones.
+      temperature: a positive scalar; 1 is exact for quadratic costs of a choice; higher ones train better in the paper.
 
     Raises:
       ValueError: for a temperature that is not positive.
