@@ -38,6 +38,7 @@ class Plan(NamedTuple):
       function: `(key, *args)`: the same value, and a gradient in the budget. Only a plan that rounds uses the key.
       chosen: the row of `trials` that the function is of.
       trials: all that was compiled, in order; the first is the function as it is.
+      budget_bytes: as given.
     """
 
     function: Callable[..., Any]

@@ -45,6 +45,7 @@ class Residual(NamedTuple):
     Attributes:
       name: its scopes and the primitive that computes it.
       shape: of all steps, if a scan's body computes it.
+      dtype: its dtype.
       nbytes: the bytes of all steps.
       source: the user's line that computes it.
       count: how many steps there are.

@@ -191,10 +191,7 @@ class Projection:
     shared = True
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
-        """X R sqrt(k/d), (..., k, ...), of the size of X, so that float16 has room for it; and what is not finite.
-
-        Zeros stand for that in the product; where it is, by rows and by columns, follows as bits.
-        """
+        """X R sqrt(k/d), (..., k, ...), as large as X, with 0 where X is not finite; as bits, such columns and rows."""
         bad = ~jnp.isfinite(x)
         product = self._product(jnp.where(bad, 0, x), key, axis, 0, x.shape[axis], max(x.shape[axis], 1) ** -0.5)
         columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
@@ -278,7 +275,8 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept. An entry that is kept stands
         for those that are not, about 1 / fraction times itself: in float16 it is infinite if that is above 65,504.
-      replacement: whether entries are drawn with replacement, as in the paper. Without it noise is less, and 1 exact.
+      replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
+        and a fraction of 1 is exact.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 
@@ -294,10 +292,10 @@ def same_sample(fraction: float, *, replacement: bool = True) -> Sampling:
 
 
 def stratified(fraction: float) -> Sampling:
-    """Keeps one entry of each run of neighbours: the fastest sample that differs between examples. 1 is exact.
+    """Keeps one entry of each run of neighbours: the fastest sample that differs between examples.
 
     Args:
-      fraction: as in `different_sample`.
+      fraction: as in `different_sample`; 1 is exact.
     """
     return Sampling(_fraction(fraction), False, "stratified")
 
@@ -306,7 +304,7 @@ def projection(fraction: float) -> Projection:
     """Keeps x R with R (d, k) of independent signs over sqrt(k) (Appendix A).
 
     Args:
-      fraction: k / d, in (0, 1]. Noise is sqrt(d / k) times the size of a row: in float16, infinite above 65,504.
+      fraction: k / d, in (0, 1]. Noise is sqrt(d / k) times a row's size: in float16, what is above 65,504 is infinite.
     """
     return Projection(_fraction(fraction))
 

@@ -23,6 +23,7 @@ class Task(NamedTuple):
     """A family of tasks, as functions.
 
     Attributes:
+      network: the network that learns.
       prior: `key -> params`, the parameters at the start.
       draw: `key -> what makes one task of the family`, a pytree of arrays.
       batch: `(task, key) -> (x, y)`, a minibatch to learn from.
@@ -117,7 +118,8 @@ def sinusoid(
 ) -> Task:
     """Regression on a sin(x + p), for x from -5 to 5.
 
-    Defaults are MPLP's. The thesis has amplitudes (1, 1) (5.1) or (1, 5) (5.2), no deviation, batch 32; MAML (0.1, 5).
+    The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), `deviation=None`, and a
+    batch of 32; MAML's `amplitude=(0.1, 5)`.
 
     Args:
       sizes: number of inputs, width of each hidden layer, number of outputs.

@@ -2,7 +2,7 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state. Of a task, with weights h (hint), v (held-out) and b (batch entropy),
+theta are the meta-parameters, s the inner state. For a task, with weights h (hint), v (held-out) and b (batch entropy),
 
     l_t = (h + b penalty_t) hint_t / T,    final = v held_out
 
@@ -228,7 +228,7 @@ def evaluate(
       key: PRNG key of the tasks: the same key draws the same tasks for every learner.
       steps: number of inner steps.
       measure: `(params, held-out batch) -> number`; the task's loss if not given.
-      tasks: how many tasks are drawn by `jax.random.split(key, tasks)`, at least 2; None: measures of one, `key`'s.
+      tasks: how many are drawn by `jax.random.split(key, tasks)`, at least 2; None for one task's measures, `key`'s.
       prior: the parameters to start from; the task's prior draws them if not given.
 
     Example:

@@ -35,7 +35,7 @@ DIGITS = 1437  # training images: the first four fifths, by other writers than t
 
 
 class Images(NamedTuple):
-    """Images (n, height, width, channels) uint8, or rows (n, features) float32, with labels (n,) int32."""
+    """Images, name and description; x (n, height, width, channels) uint8 or (n, features) float32, y (n,) int32."""
 
     name: str
     description: str

@@ -66,9 +66,8 @@ def fit(
       progress: whether to show a tqdm bar, which comes with the extra `meta`.
 
     Raises:
-      ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
-        that are not standardized where a pretrained rule was trained on such; if the network's predictions for the
-        first minibatch are not the model's; for a measure without a held-out batch.
+      ValueError: for fewer minibatches than steps, or of several forms; for inputs or targets not standardized as a
+        pretrained rule wants; if the network's predictions are not the model's; for a measure without held_out.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 

@@ -20,7 +20,7 @@ from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 class Parameter(NamedTuple):
     """A parameter with the port through which its update leaves.
 
-    On the way to a node only a linear function, of both arrays, is allowed: `jax.tree.map(jnp.transpose, w)`.
+    On the way to a node only a linear function of both arrays is allowed, as `jax.tree.map(jnp.transpose, w)`.
 
     Attributes:
       value: a floating-point array. Its cotangent is the true gradient.

@@ -19,6 +19,7 @@ class Site(NamedTuple):
     """A place in a network where a rule works: what is known of it before the data are.
 
     Attributes:
+      name: the place's name.
       kind: the node's kind, such as "dense" or "squared_error"; a rule may share parameters among places of a kind.
       family: the kind of question that the node asks.
       batch: the number of examples in a minibatch.
@@ -107,6 +108,7 @@ class Shared(NamedTuple):
 
     Attributes:
       update: of the parameter's shape, the sum of what the rule answered as its update at all uses.
+      parameter: the parameter.
     """
 
     update: jax.Array
@@ -145,7 +147,7 @@ class LocalRule(Protocol):
 
 
 class LearnedRule(Protocol):
-    """A learning rule: a pytree, such as a Flax NNX module, with the size k of its messages and two methods.
+    """A learning rule: a pytree, such as an NNX module, with two methods and the size k of a message, `message_size`.
 
     A rule whose attribute `sums_uses` is true answers at the uses of a shared parameter (`Site.shared`) with what adds
     up, and once with the update (`Shared`), as rules need that normalize updates. Others are asked at uses only.

@@ -29,6 +29,7 @@ class Sequential(NamedTuple):
     """A network of layers in sequence: `(places, params, (x, y)) -> (losses, {"output": prediction})`.
 
     Attributes:
+      layers: the layers, in order.
       loss: `(place, prediction, target) -> losses`, such as `mplp.cross_entropy`.
       tokens: whether the first layer takes integers.
     """

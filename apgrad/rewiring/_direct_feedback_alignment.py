@@ -21,7 +21,7 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
 
     So a layer that is taken changes what the layers *before* it learn, not itself: to teach the first of two layers
     directly, name the second. The output must be one array (..., outputs), with the leading axes of the layers' inputs.
-    The rule's parameters, (outputs, *other axes of the input) for each layer, get no update.
+    The rule's parameters, for each layer (outputs, other axes of its input), get no update.
 
     Args:
       key: the PRNG key of the random weights, which are normal.

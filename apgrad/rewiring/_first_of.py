@@ -15,10 +15,10 @@ class _Any(NamedTuple):
 
 
 def first_of(*rules: Rule) -> Rule:
-    """Each site goes to the first rule that takes it. To compose rules *at* a site, `ap.chain` them in your own `at`.
+    """Each site goes to the first rule that takes it. To compose rules *at* a site, `ap.chain` their propagators.
 
-    It has parameters, draws or is direct if one of the rules does. Where a rule has no parameters they are None. A rule
-    that takes nothing is an error at trace time, unless rules before it took all that it would take.
+    The rule has parameters, draws or is direct if one of its rules does. Where a rule has no parameters they are None.
+    A rule that takes nothing is an error at trace time, unless rules before it took all that it would take.
 
     Args:
       *rules: at least one.

@@ -58,8 +58,7 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
     """The function, with the backward pass of the sites that a rule takes replaced by the rule's.
 
     Args:
-      function: any JAX function of arrays, with transformations and any library's modules inside. What is not to be
-        rewired keeps its derivative.
+      function: any JAX function of arrays, with transformations and modules inside. Other nodes keep their derivatives.
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
       argnums: the numbers of the arguments that hold parameters, as in `jax.grad`; all others are data. A product of
         something with an array made of parameters alone is a layer ("dense" or "conv") to the rule. What is made of

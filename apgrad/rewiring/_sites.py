@@ -4,7 +4,7 @@ A `Planner` offers the parts of a program to a rule, the large ones first: the f
 single equations. A part that the rule takes becomes a site; any other is opened. In what cannot be opened (a
 `while_loop`, a function with its own derivative rule) a site that the rule would take is an error.
 
-A weight, which a fact about each variable shows, is made of parameters alone; products with it are activations.
+By a fact about each variable: a weight is made of parameters alone, its product with anything else is an activation.
 """
 
 import itertools

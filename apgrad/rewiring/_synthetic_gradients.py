@@ -14,13 +14,12 @@ from apgrad.rewiring._rewire import Rule
 
 
 def synthetic_gradients(*, where: Where = None) -> Rule:
-    """Layers send a linear guess of their message, made of their input alone.
+    """Layers send a guess of their message, made of their input alone and linear in its last axis.
 
     The parameters are (A, c), of shapes (n, n) and (n,), for each layer; their updates are the gradients of S's loss.
 
     Args:
-      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given. The guess is linear
-        in the last axis of the layer's input.
+      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -36,6 +36,7 @@ class Influence:
       gradient: the same share, with each element weighed by its |gradient|.
       components: names of the rows.
       parameters: names of the columns.
+      kind: which paths: "viterbi" or "greedy".
     """
 
     share: jax.Array

@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound="nnx.Module")
 def name_modules(model: Model) -> Model:
     """A copy of a Flax NNX model that computes the same, each module in a `jax.named_scope` of its attribute's name.
 
-    In lists and dictionaries the place is added: `blocks_0`. The model has no scope; one used twice has the first.
+    In lists and dictionaries the place is added: `blocks_0`. The model has no scope; a module used twice has one.
 
     Args:
       model: an NNX module. Its modules stay instances of their classes; calls other than `module(...)` have no scope.

@@ -31,7 +31,7 @@ class Semiring(NamedTuple):
       lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
       times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
       plus: `(value, value) -> value`, elementwise and associative: what edges that meet add up to; of equals the first.
-      zero: the zero of plus, the value of no path: for each component a float (variable's dtype) or an int (uint32).
+      zero: the zero of plus, the value of no path: for each component a float (the variable's dtype) or int (uint32).
       one: the one of times, the message at the loss, in the same form.
       finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
       kind: "add" if plus is componentwise addition and times is bilinear, "max" if plus is the maximum of a single
