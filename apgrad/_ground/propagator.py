@@ -47,7 +47,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 
     Args:
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
-      perturbed: call `forward(*inputs, perturbed=flags)`; for each array a Python bool says if it is differentiated.
+      perturbed: call `forward(*inputs, perturbed=flags)`, with Python bools in the structure of the inputs, which say
+        what is differentiated.
 
     Raises:
       TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, if a derivative is asked for of an

@@ -43,8 +43,10 @@ class AdaptiveState(NamedTuple):
     Attributes:
       moments: means over two windows, of the block of calls before and of this one, float32 (2, 2, visits, cells, 5).
       count: how many calls there were, an int32 scalar.
-      last: with `by_state`, the last call's gradients by reparameterization and by the weights, with a first axis (2,).
-      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2); where none was, the largest float32.
+      last: with `by_state`, the last call's gradients by reparameterization alone and by the weights, a pytree like the
+        gradient with a first axis (2,); else None.
+      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), the largest float32 where none was;
+        else None.
     """
 
     moments: jax.Array

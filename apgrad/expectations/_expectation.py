@@ -1,4 +1,8 @@
-"""Objectives. A program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`)."""
+"""Objectives: the expectation of a program's costs, as an ordinary JAX function.
+
+The program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`), and then with a
+tape that has what they asked for.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,13 +110,16 @@ def require_program(program: Any, lanes: Any) -> int:
 def value_and_grad(
     program: Callable[..., Any], lanes: int, argnums: int | Sequence[int] = 1, **options: Any
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the program's `expectation`, a function of `(key, *args)`.
+    """`jax.value_and_grad` of the program's `expectation`.
 
     Args:
       program: as in `expectation`.
       lanes: as in `expectation`.
       argnums: which arguments of `objective(key, *args)` to differentiate: 1 is the first one after the key.
       **options: the options of `expectation`.
+
+    Returns:
+      `function(key, *args) -> (value, gradient)`; with `has_aux`, `((value, aux), gradient)`.
 
     Raises:
       ValueError: if argnums names the key.

@@ -66,7 +66,8 @@ def multilevel(
 
     Args:
       value_and_grad: `(key, *args, level) -> (value, gradient)`, as `ap.value_and_grad` of a program whose last
-        argument is the factor of `ap.clip_lanes`, or another gradient with a knob for its bias, none for its value.
+        argument is the factor of `ap.clip_lanes`, or any other gradient with a knob for its bias. Its value is the
+        same at all levels.
       levels: the knob's settings, at least two numbers, from much bias and little noise to no bias. What a number means
         is not known here, and so their order is not checked: the last one is taken for unbiased.
       window: over how many earlier calls, about, the weights are averaged.

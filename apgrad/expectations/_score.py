@@ -49,7 +49,8 @@ def score(
 
     Args:
       tape: the current tape.
-      distribution: its batch shape starts with the lanes. The behaviour must be able to draw whatever it can draw.
+      distribution: the distribution that the expectation is under; its batch shape starts with the lanes. The behaviour
+        must be able to draw whatever it can draw.
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider; a constant to differentiation.
@@ -60,7 +61,8 @@ def score(
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
         distribution without a right score, and beside `tape.discount`, shaped costs or the standardized baseline.
-      FloatingPointError: when it runs, for an impossible value, and log-densities not finite, or above 0 if discrete.
+      FloatingPointError: when it runs, for a value that the distribution cannot draw, and for log-densities that are
+        not finite, or above 0 of a discrete choice.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -9,9 +9,11 @@ leading axis), a random choice x with log-density l adds `zero_with_gradient(l(x
 to the lane's total; the objective is the mean of the totals. In value, (*) is c. Its derivatives are those of DiCE
 (`dice` of `_ports.py`): in expectation right to any order, with the pathwise derivatives of c. The baseline b, a
 constant to differentiation, must not depend on the lane's own choices. So the cotangent that arrives at a choice
-through p is, for each lane, the cost after the choice less the baseline, over B.
+through p is, for each lane, the cost after the choice less the baseline, over B. Likelihood ratio multiplies it by the
+score; total propagation reads it.
 
-Each p is a *port* (`_ports.py`), made where a node asks for it (`_channels.py`), for the lane or each of its *parts*.
+Each p is a *port* (`_ports.py`), made only where a node asks for it (`_channels.py`): one for the lane, or one for each
+of its *parts*, so that a part's choices pay for the costs of that part only.
 """
 
 import functools
@@ -152,7 +154,8 @@ class Tape:
           factor: from 0 to 1, a scalar or one a lane, (lanes,); a constant to differentiation, unchecked where traced.
 
         Raises:
-          ValueError: for a factor out of range; at trace time, in a branch of `parallel`, and beside a mixer.
+          ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
+            mixer, which adds pathwise derivatives that are not faded.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

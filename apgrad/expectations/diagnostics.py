@@ -191,8 +191,9 @@ def compare(
 def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
-    It takes the most efficient row without heavy tails, and all with a ratio of efficiencies below 1.1, or an interval
-    that includes 1. Where a biased one is best, it says from how many estimates on an unbiased average is better.
+    The most efficient row without heavy tails is recommended, with all that do not differ from it: the ratio of
+    efficiencies is below 1.1, or its interval includes 1. Where a biased gradient is the best single estimate, it is
+    said from how many on an average of an unbiased one is better.
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.

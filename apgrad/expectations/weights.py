@@ -8,7 +8,8 @@ have other weights than the contribution. `ap.expectation(..., cross_fit=True)` 
 Let c_e be the per-lane contributions to the target, V the variance over lanes summed over the target's elements, and
 D = c_2 - c_1, all centred over lanes; < , > is the inner product over lanes and elements.
 
-* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e), though they correlate.
+* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e). Right for independent
+  estimators, which these are not.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
 * *Suffix covariance*: with G a lane's gradient gathered on the way back, the least V(G + c_1 + k D) is at k = - <G +
   c_1, D> / <D, D>. For the message it is greedy: what suits this node's contribution may explode in the nodes before.

@@ -1,6 +1,7 @@
 """A checkpointed block that remembers its inputs packed, and is evaluated again at what they are restored to.
 
-With x + e restored, E e = 0, its messages have a bias, small for many bits: half its second derivative times var e.
+The block is not linear in them: with x + e restored, E e = 0, the mean of its messages is off by half of its second
+derivative times the variance of e, small for many bits, but a bias.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
 """A `cond` whose branches share their memory.
 
 JAX gives each branch memory of its own, with copies of the operands in it. Here the whole `cond` is one node: the
-branch that is taken writes into arrays that all share. Operands are remembered outside, where they may cost nothing.
+branch that is taken writes its memory into arrays that all share. Operands are remembered outside of the branches,
+where an array that somebody else keeps costs nothing.
 """
 
 from collections.abc import Callable, Sequence

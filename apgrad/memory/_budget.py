@@ -1,7 +1,8 @@
 """Samplers for a budget: those with the least added variance that take at most so many bytes.
 
-`allocate` starts with all exact. Until the budget is kept it gives one coefficient its next smaller sampler, where a
-byte saved adds least variance. On the convex hull of (bytes, variance) this is optimal but for the last step.
+`allocate` starts with every coefficient exact. Until the budget is kept it gives one coefficient its next smaller
+sampler, the one that adds the least variance for a byte saved. Each coefficient's samplers are first cut to the convex
+hull of (bytes, variance): so this choice is optimal but for its last step.
 
 Variances are over the squared array, of normal entries. Rounding has scale^2 / 6 with scale = range / (2^bits - 1), and
 the range of n such entries is about .85 times 2 sqrt(2 log n).

@@ -1,6 +1,7 @@
 """Max-pooling that remembers places in windows, in place of its input.
 
-JAX's keeps its input exactly, which does not enter the reverse pass linearly. A byte for each window's place is enough.
+The input of JAX's max-pooling does not enter the reverse pass linearly, and so is kept exactly. The place of each
+window's largest entry, a byte, is enough.
 """
 
 import math
@@ -15,14 +16,20 @@ from apgrad._ground.propagator import Propagator, node
 
 
 def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> jax.Array:
-    """The largest entry of each window, the first of equals, without padding; its place takes a byte or two.
+    """The largest entry of each window, without padding; a window's place takes a byte, or two if it has many entries.
 
-    Other axes of x, a window larger than x, and a size or step that is no positive integer, are a ValueError.
+    Of equal entries the first one gets the message, as in JAX.
 
     Args:
-      x: (n, height, width, channels), floating point; the result is (n, rows, columns, channels), of the same dtype.
+      x: (n, height, width, channels), of a floating-point dtype.
       window: its height and width, or one number for both.
       strides: the steps of the window along height and width, in the same form; the window's size if not given.
+
+    Returns:
+      (n, rows, columns, channels), of the dtype of x.
+
+    Raises:
+      ValueError: if x has not four axes or is smaller than the window, or if a size or a step is no positive integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -36,6 +36,7 @@ class Narrow:
         return from_rows(values, like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """step^2 p (1 - p), with p the probability of rounding up."""
         entries, step, shift, bad = self._scaled(x)
         up = entries / step % 1
         spread = jnp.ldexp(jnp.ldexp(step * jnp.sqrt(up * (1 - up)), shift // 2), shift - shift // 2) ** 2

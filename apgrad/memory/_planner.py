@@ -1,7 +1,8 @@
 """`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
 
-What the last compiled gradient needed beyond the prediction of `apgrad.memory._recompute` is added to the other
-predictions, so that few compilations settle it. If nothing exact fits, `apgrad.memory._budget` rounds.
+Exact methods come first. Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted
+bytes fit; what the last gradient that was compiled needed beyond its prediction is added to the others, so that a few
+compilations settle it. If nothing exact fits, coefficients are rounded (`apgrad.memory._budget`).
 """
 
 from collections.abc import Callable, Collection, Sequence

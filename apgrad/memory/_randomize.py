@@ -51,11 +51,14 @@ def randomize(
 
     Args:
       function: any JAX function, with transformations, custom derivative rules and any library's modules inside.
-      sampler: remembers every coefficient that enters the reverse pass linearly; of a convolution's input, positions
-        with all their channels. Or a function `(Coefficient) -> sampler or None`; None keeps a coefficient exactly.
-      through: in place of one that keeps a fraction, the sampler of coefficients whose messages go on to other samples
-        (activations, attention), where noise of 100 % would multiply with depth (section 3.3). None keeps them exactly.
-      budget_bytes: in place of a sampler and `through`, the most to remember, by samplers of the least added variance.
+      sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
+        convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
+        chooses by name, size or shape; None keeps a coefficient exactly.
+      through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
+        to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
+        (section 3.3). None keeps these coefficients exactly.
+      budget_bytes: in place of a sampler and `through`, how much may be remembered in all, by samplers of the least
+        added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
@@ -70,8 +73,9 @@ def randomize(
       TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
         result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
         `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
-      ValueError: for neither or both of sampler and budget, `through` beside a budget, or a number below 0; when the
-        result is called, if it changes its arguments; when it is differentiated, if the budget cannot be kept.
+      ValueError: if neither or both of sampler and budget are given, `through` beside a budget, or a number is none or
+        below 0; when the result is called, if the function changes its arguments in place; when it is differentiated,
+        if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
         program that is not read here: randomize the function inside.
 

@@ -67,7 +67,8 @@ class Residual(NamedTuple):
     def remedies(self) -> dict[str, tuple[int, str]]:
         """What each remedy would save of the bytes, and what it costs, predicted without compiling.
 
-        The compiled peak may fall by less (see `ap.memory.plan`). Variances are over the square, for normal entries.
+        The compiled peak may fall by less, see `ap.memory.plan`. Variances are over the array's mean square, for normal
+        entries.
         """
         found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
         if self.linear and self.shape and jnp.issubdtype(self.dtype, jnp.floating):
@@ -407,14 +408,19 @@ def compiled_note() -> str:
 
 
 def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> int:
-    """Bytes of the compiled gradient's scratch memory, with barriers kept on the CPU too; -1 if they are not known.
+    """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
 
     Args:
-      function: `(*args) -> scalar`; another output is a TypeError.
+      function: `(*args) -> scalar`.
       *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s, all of them inputs of the program that is compiled.
         What is made of arrays that the function closes over alone is no scratch memory: XLA computes it beforehand.
-      argnums: arguments to differentiate with respect to, where floating-point (none is a TypeError); all if not given.
+      argnums: the arguments to differentiate with respect to, where floating-point; all if not given.
 
+    Returns:
+      The bytes, or -1 where the compiler gives no account.
+
+    Raises:
+      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
     """
     flat, inexact, put = _shapes_in(args, argnums)
     if not inexact:

@@ -2,7 +2,8 @@
 
 The entries of a group share a grid, an offset and a scale: the upper halves of two floating-point numbers, in one word.
 They are of a quarter of the entries, so that neither their range nor a step beyond it can be too large for their type.
-The scale's sign bit says that an entry is not finite: the last code then is NaN (of 1 bit, the whole group).
+The scale's sign bit says that an entry is not finite: the last code then stands for NaN, and the grid has one point
+less (of 1 bit, the whole group is NaN).
 """
 
 import dataclasses
@@ -48,6 +49,7 @@ class Rounding:
         return from_rows(jnp.where(bad, jnp.nan, values), like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """scale^2 p (1 - p), with p the probability of rounding up."""
         if self.bits == 32:
             return jnp.zeros(x.shape, wide(x.dtype))
         places, bad, scale, _, _ = self._on_grid(x)

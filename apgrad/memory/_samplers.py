@@ -304,7 +304,8 @@ def projection(fraction: float) -> Projection:
     """Keeps x R with R (d, k) of independent signs over sqrt(k) (Appendix A).
 
     Args:
-      fraction: k / d, in (0, 1]. Noise is sqrt(d / k) times a row's size: in float16, what is above 65,504 is infinite.
+      fraction: k / d, in (0, 1]. Entries are restored with noise of sqrt(d / k) times the size of their row: in
+        float16, what is above 65,504 is infinite.
     """
     return Projection(_fraction(fraction))
 

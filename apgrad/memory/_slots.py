@@ -51,7 +51,8 @@ class Coefficient(NamedTuple):
       nbytes: the bytes of one array.
       last: whether the coefficient's messages go to arguments only, and meet no other sampled coefficient, as those of
         the input in a weight's gradient do: much noise there does no harm to other gradients.
-      order: of a convolution's image, whose positions are sampled, its (example, positions ..., channels); else None.
+      order: for an image that a convolution takes, its axes as (example, positions ..., channels); else None. Samplers
+        draw positions of an image, each with all its channels (Fig. 4 of the RAD paper).
     """
 
     name: str

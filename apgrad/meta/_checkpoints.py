@@ -71,12 +71,14 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
-        """Reads a checkpoint. A ValueError says what differs if it has another form, and what to do if it is damaged.
+        """Reads a checkpoint.
 
         Args:
           step: the number of the checkpoint.
           like: a pytree of the same structure, shapes, dtypes and shardings.
 
+        Raises:
+          ValueError: if the checkpoint has another form, naming what differs, or is damaged, saying what to do.
         """
         wanted = _arrays(like)
         try:

@@ -71,9 +71,12 @@ class OuterGradient:
         Args:
           theta: the meta-parameters.
           key: PRNG key of this estimate.
-          carry: the carry that the call before returned, at the first call `init(theta, key)`. None will do for outer
-            gradients of whole unrolls, which keep nothing; else it is a ValueError, as are other shapes.
+          carry: the carry that the call before returned, at the first call `init(theta, key)`. An outer gradient of
+            whole unrolls keeps nothing from call to call, and may be called without it.
 
+        Raises:
+          ValueError: without the carry of an outer gradient that keeps something, such as an unroll that is half done;
+            with a carry of other shapes, such as that of one task for `batched`.
         """
         own = jax.eval_shape(lambda: self.init(theta, key))
         if carry is None:

@@ -18,7 +18,8 @@ def partition(theta: Any) -> tuple[Any, Any]:
       theta: a rule, or any pytree. All of it is trained but an `nnx.Variable` that is not an `nnx.Param`.
 
     Example:
-      >>> import flax.nnx as nnx, jax, jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> theta = {"weight": nnx.Param(jnp.ones(2)), "scale": nnx.Variable(jnp.zeros(3)), "rate": jnp.ones(())}
       >>> trained, fixed = ap.meta.partition(theta)
       >>> [len(jax.tree.leaves(part)) for part in (trained, fixed)], trained["scale"]

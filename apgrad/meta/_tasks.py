@@ -52,7 +52,8 @@ def mlp(
       sizes: number of inputs, width of each hidden layer, number of outputs.
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
-      deviation: of normal weights (.05 in MPLP), with biases 0; None: both uniform on ±1/sqrt(inputs) (thesis).
+      deviation: of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights and biases that are
+        uniform on ±1/sqrt(inputs) (as in the thesis).
 
     Example:
       >>> import jax, apgrad as ap

@@ -219,7 +219,7 @@ def evaluate(
     tasks: int | None = 64,
     prior: Any = None,
 ) -> Any:
-    """How well tasks are learned: mean and standard error of a measure before and after each step, both (steps + 1,).
+    """How well tasks are learned: a measure of the parameters before and after each step, over independent tasks.
 
     Args:
       task: a family of tasks.
@@ -228,8 +228,11 @@ def evaluate(
       key: PRNG key of the tasks: the same key draws the same tasks for every learner.
       steps: number of inner steps.
       measure: `(params, held-out batch) -> number`; the task's loss if not given.
-      tasks: how many are drawn by `jax.random.split(key, tasks)`, at least 2; None for one task's measures, `key`'s.
+      tasks: how many tasks are drawn, at least 2, by `jax.random.split(key, tasks)`; None for one task, that of `key`.
       prior: the parameters to start from; the task's prior draws them if not given.
+
+    Returns:
+      `(mean, standard_error)`, each (steps + 1,); with `tasks=None` the measures of the one task, (steps + 1,).
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -294,7 +297,8 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
       form: "reference" or "paper".
 
     Example:
-      >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
       >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
       >>> ap.meta.batch_entropy(network, params, jnp.ones((4, 2))).tolist()    # equal inputs: no variance

@@ -55,8 +55,12 @@ def load(name: str = "digits", *, size: int | None = None, folder: str | Path | 
 
     Args:
       name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist" or "cifar10".
-      size: height and width after linear interpolation, without antialiasing as in TensorFlow; unchanged if not given.
-      folder: the folder with the file, APGRAD_DATA's if not given. Data that are not to be had are a FileNotFoundError.
+      size: height and width after scaling by linear interpolation, without antialiasing as in TensorFlow; images stay
+        as they are if it is not given. Colours stay.
+      folder: the folder with the file; the folder that APGRAD_DATA names if not given.
+
+    Raises:
+      FileNotFoundError: if the data are neither there nor to be had.
 
     Example:
       >>> import apgrad as ap

@@ -66,13 +66,15 @@ def fit(
       progress: whether to show a tqdm bar, which comes with the extra `meta`.
 
     Raises:
-      ValueError: for fewer minibatches than steps, or of several forms; for inputs or targets not standardized as a
-        pretrained rule wants; if the network's predictions are not the model's; for a measure without held_out.
+      ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
+        that are not standardized where a pretrained rule was trained on such; if the network's predictions for the
+        first minibatch are not the model's; for a measure without a held-out batch.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
-      >>> import flax.nnx as nnx, itertools, jax, jax.numpy as jnp, apgrad as ap
+      >>> import itertools, jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.Linear(50, 2, rngs=nnx.Rngs(1)))
       >>> x = jax.random.normal(jax.random.key(0), (8, 3))
       >>> batch = x, jax.nn.one_hot((x[:, 0] > 0).astype(int), 2)

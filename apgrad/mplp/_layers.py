@@ -45,7 +45,8 @@ class _Layers:
         """Decorates a function that makes a `Layer` of a part of a model, for parts of the type in its annotation.
 
         Example:
-          >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
+          >>> import jax.numpy as jnp, apgrad as ap
+          >>> from flax import nnx
           >>> class Gain(nnx.Module):
           ...     def __init__(self):
           ...         self.gain = nnx.Param(jnp.ones(3))

@@ -20,7 +20,8 @@ from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 class Parameter(NamedTuple):
     """A parameter with the port through which its update leaves.
 
-    On the way to a node only a linear function of both arrays is allowed, as `jax.tree.map(jnp.transpose, w)`.
+    A function of a parameter on its way to a node must be linear, and is applied to value and port alike:
+    `jax.tree.map(jnp.transpose, w)`.
 
     Attributes:
       value: a floating-point array. Its cotangent is the true gradient.

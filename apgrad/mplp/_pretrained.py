@@ -98,17 +98,20 @@ def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
 def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error. A card that
-    does not describe this rule or says nothing, and a number that is not finite and real, are a ValueError.
+    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error.
 
     Args:
-      rule: a trained rule, `Separable` or `Normalized`; others are a TypeError.
+      rule: a trained rule, `Separable` or `Normalized`.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
         the smallest and the largest number) the rule warns once where a network and a minibatch lie outside; with
         "updates" (the largest number) also where it is told more of them; and not of pooling with "wires" (true).
       path: path of the two files, without their suffixes.
+
+    Raises:
+      ValueError: if the card does not describe this rule or says nothing, or if a number is not finite and real.
+      TypeError: for a rule of another class.
 
     Example:
       >>> import tempfile, apgrad as ap

@@ -147,11 +147,13 @@ class LocalRule(Protocol):
 
 
 class LearnedRule(Protocol):
-    """A learning rule: a pytree, such as an NNX module, with two methods and the size k of a message, `message_size`.
+    """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
 
     A rule whose attribute `sums_uses` is true answers at the uses of a shared parameter (`Site.shared`) with what adds
-    up, and once with the update (`Shared`), as rules need that normalize updates. Others are asked at uses only.
+    up, and once with the update (`Shared`), as rules need that normalize updates. Others are not asked.
 
+    Attributes:
+      message_size: the size k of a message, for each element of a value.
     """
 
     message_size: int

@@ -117,7 +117,11 @@ def uncorrected(exact: jax.Array, *_: jax.Array, size: jax.Array | float = 1.0) 
 
 
 def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
-    """Runs `network(parts, carry)` on `chunk` synapses at a time, and remembers only its inputs for a meta-gradient."""
+    """Runs `network(parts, carry)` on `chunk` synapses at a time, and remembers only its inputs for a meta-gradient.
+
+    The hidden layers of all synapses at once do not fit into a core's cache, and reading them back takes longer than to
+    compute them again. A part that has no rows has fewer axes, or one of size 1.
+    """
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
     # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.
     parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]

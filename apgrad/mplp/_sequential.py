@@ -116,16 +116,24 @@ def from_nnx(
     Args:
       model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, `nnx.RNN` of an
         `nnx.SimpleCell` or `nnx.GRUCell`, functions (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials
-        of these, or a layer that `layer.register` was taught. Subclasses, and options that nodes lack, are a TypeError.
+        of these, or a layer that `layer.register` was taught. Subclasses, and options that nodes lack, are refused.
       loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss". A loss of arrays, such
         as optax's, reads the prediction: `lambda place, p, y: optax.softmax_cross_entropy(mplp.readout(place, p), y)`.
-      x: (batch, ...), inputs; if given, it is a ValueError if the network's predictions for them are not `model(x)`.
+      x: (batch, ...), inputs; if given, the network's predictions for them are compared with `model(x)`.
       names: "number": a layer's name is its number and its kind. "role", for an MLP: "dense_in", "activation_0",
         "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by. Layers of your own
         without parameters, such as one that gathers some inputs by `wire`, may stand between and keep their numbers.
 
+    Returns:
+      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`.
+
+    Raises:
+      TypeError: for a layer, or an option of one, that is not supported.
+      ValueError: if the network's predictions for x are not the model's.
+
     Example:
-      >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(144, 10, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.softmax)
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.cross_entropy, x=jnp.ones((2, 144)))
       >>> [layer.name for layer in network.layers]
@@ -163,11 +171,15 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
 
     Args:
       model: the model that `from_nnx` took.
-      params: the network's parameters by layer, as `from_nnx` gave and learning changed them; others are a ValueError.
+      params: the network's parameters by layer, as `from_nnx` gave them and learning has changed them.
       names: as in `from_nnx`.
 
+    Raises:
+      ValueError: if the parameters are not those of the model's network.
+
     Example:
-      >>> import flax.nnx as nnx, jax, jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.tanh)
       >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
       >>> learned = ap.mplp.to_nnx(model, jax.tree.map(lambda x: x + 1, params))

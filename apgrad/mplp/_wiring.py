@@ -60,13 +60,18 @@ def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
 def fork(
     signal: Signal, n: int, aggregate: Literal["sum", "mean"] | Callable[[jax.Array], jax.Array] = "mean"
 ) -> tuple[Signal, ...]:
-    """A tuple of n signals, each for one use, whose messages are aggregated; true derivatives add up all the same.
+    """A signal for each of n uses, whose messages are aggregated; without it, reverse mode adds them up.
+
+    The value's true derivative is the sum over the uses all the same.
 
     Args:
       signal: a signal of any shape.
       n: the number of uses, at least 1.
       aggregate: "sum", "mean", or a function of messages (n, ..., k) to one message (..., k) that closes over no traced
         array. A use to which no message comes back counts with zeros.
+
+    Returns:
+      n signals, each to be used once.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -21,12 +21,16 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
 
     So a layer that is taken changes what the layers *before* it learn, not itself: to teach the first of two layers
     directly, name the second. The output must be one array (..., outputs), with the leading axes of the layers' inputs.
-    The rule's parameters, for each layer (outputs, other axes of its input), get no update.
 
     Args:
       key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of outputs if not given.
-      where: layers whose input gets it, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      where: the layers to whose inputs the message is sent, see `ap.rewiring.Where`; all dense layers and convolutions
+        if not given.
+
+    Returns:
+      A rule with parameters, for each layer an array (outputs, ...) that ends in the axes of the layer's input without
+      the leading ones. They get no update.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -2,7 +2,8 @@
 
 Kolen & Pollack, "Backpropagation without weight transport", ICNN 1994; Akrout, Wilson, Humphreys, Lillicrap & Tweed,
 "Deep learning without weight transport", NeurIPS 2019, section 4. A layer y = w x sends B' m back. Both w and B get the
-update m x' and decay, w <- (1 - decay) w - rate m x', so that w - B shrinks to (1 - decay) (w - B).
+update m x', and both decay, w <- (1 - decay) w - rate m x', the same for B. So the difference w - B shrinks by the
+factor 1 - decay at each step, and the messages become those of backpropagation.
 """
 
 import jax

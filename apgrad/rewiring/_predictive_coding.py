@@ -5,12 +5,14 @@ Hebbian synaptic plasticity", Neural Computation 29, 2017. With the predictions 
 
     E(z, w) = sum over l of |z_l - mu_l|^2 / 2  +  loss(last z, w).
 
-Inference follows - dE/dz from z_l = mu_l, then weights - dE/dw. With e_l = z_l - mu_l both are local (eqs. 2.9, 2.13):
+Inference follows - dE/dz for some steps, from z_l = mu_l on; then the weights follow - dE/dw. With e_l = z_l - mu_l
+both are local (equations 2.9 and 2.13):
 
     dE/dz_l = e_l - (df_{l+1}/dz_l)' e_{l+1},      dE/dw_l = - (df_l/dw_l)' e_l.
 
-A value node replaces the prediction mu by z. It answers m by e + m for z, and by - (derivative of f)' e for f's inputs.
-For the many passes of inference the rule takes the whole function, and puts value nodes into it by a second `rewire`.
+As a propagator: a value node replaces the prediction mu by z. To the message m it answers e + m for z, and it sends
+- (derivative of f)' e to the inputs of f. Inference needs many such passes for one message, so the rule takes the
+function with its loss as one site, and puts value nodes into it by a second `rewire`.
 """
 
 import jax
@@ -28,14 +30,16 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
     """The gradients are those of predictive coding's energy, after inference of the hidden values.
 
     The rule takes the function as a whole, which returns the sum of the examples' losses, a scalar. A mean would make
-    the loss weigh less than the errors of the hidden values; divide outside of the rewired function. Another output,
-    and a hidden value of several arrays or in a `scan`, are a ValueError at trace time.
+    the loss weigh less than the errors of the hidden values; divide outside of the rewired function.
 
     Args:
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
       steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
       rate: the learning rate of this descent, positive.
+
+    Raises:
+      ValueError: at trace time, if the output is no scalar, or a hidden value is in a `scan` or is several arrays.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

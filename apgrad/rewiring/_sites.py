@@ -4,7 +4,8 @@ A `Planner` offers the parts of a program to a rule, the large ones first: the f
 single equations. A part that the rule takes becomes a site; any other is opened. In what cannot be opened (a
 `while_loop`, a function with its own derivative rule) a site that the rule would take is an error.
 
-By a fact about each variable: a weight is made of parameters alone, its product with anything else is an activation.
+Which operand of a product is the weight follows from a fact about each variable. A weight is made of the function's
+parameters alone; its product with anything else is an activation, as is what is made of parameters and data.
 """
 
 import itertools
@@ -36,9 +37,10 @@ class ProgramSite(NamedTuple):
 
     Attributes:
       kind: "function" (all of it), "scope" (neighbouring equations in one `jax.named_scope`, as a module of Flax Linen
-        is; used twice in a row it is one site, unless under `jax.jit`), "call" (a function under `jax.jit`, or with its
-        own derivative rule), "dense" (a matrix product of an input and a weight), "conv" (such a convolution), "matmul"
-        (any other product), "elementwise" (a primitive or call that acts so), or "name" (`checkpoint_name`).
+        is; used twice in a row it is one site, unless it is under `jax.jit`), "call" (a function under `jax.jit`, or
+        one with a derivative rule of its own), "dense" (a matrix product of an input and a weight), "conv" (the same of
+        a convolution), "matmul" (any other product), "elementwise" (a primitive or call that acts element by element),
+        or "name" (`jax.ad_checkpoint.checkpoint_name`, the identity).
       label: the name of the scope, of the called function or of the primitive, or what `checkpoint_name` got.
       name: the scopes around the site, its label and a number: unique in the function, and the same at each call.
       number: counts the sites that are offered to the rule, in the order of the program.

@@ -78,12 +78,13 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
       function: takes a gradient inside, by `jax.grad`, `jax.value_and_grad` or `jax.vjp`; it may be a training step.
 
     Returns:
-      `(*args, **keywords) -> (output, taps)`, where `taps` is a dictionary from names to `ap.rewiring.Tapped`, or what
-      the tap's statistic returns. A tap in a `scan` is stacked over steps, under `jax.vmap` over examples (unless value
-      and message are the same for all); axes of scans come first. In a branch of a `cond` that was not taken it is
-      zeros. (`jax.vmap` evaluates all branches. Within the gradient its taps have values in all; around a gradient
-      whose branch has a `jax.checkpoint` also messages: put it around the result.) The function is traced at each call:
-      put `jax.jit` around the result. Of nested `with_taps` the inner one takes the taps of messages in it.
+      `(*args, **keywords) -> (output, taps)`, where `taps` is a dictionary from names to `ap.rewiring.Tapped`, or to
+      what the statistic of the tap returns. A tap in a `scan` is stacked over the steps, a tap under `jax.vmap` over
+      the examples (unless value and message are the same for all); axes of scans come first. A tap in a branch of a
+      `cond` that was not taken is zeros. (`jax.vmap` evaluates all branches. Within the gradient its taps have values
+      in all; around a gradient whose branch has a `jax.checkpoint` also messages: put it around the result.) The
+      function is traced at each call, so put `jax.jit` around the result. Of two `with_taps`, one within the other, the
+      inner one takes the taps whose messages pass in its own function.
 
     Raises:
       ValueError: at trace time, if there is no tap; if no message passes a tap, or two do, or one inside a `while_loop`

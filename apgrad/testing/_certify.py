@@ -98,7 +98,8 @@ def certify(
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
 
     Raises:
-      NotCertifiedError: naming the tests that failed; if `resolution` alone did, how many samples would decide.
+      NotCertifiedError: an `AssertionError` that names the tests that failed. "Undecided" says that `resolution` alone
+        did, and about how many samples would decide.
       ValueError, TypeError: for an order, a bound, a truth or a first argument with which nothing can be tested.
 
     Example:

@@ -70,7 +70,8 @@ class Influence:
     def top(self, count: int) -> "Influence":
         """At most so many components, in the order of the program: those with the greatest mean share of elements.
 
-        Of more, those that all or none of each parameter's paths run through are left out, and those equal to another.
+        Where there are more, neither those that all or none of each parameter's paths run through are among them, such
+        as a scope that holds a residual add, nor a second one like another.
 
         Args:
           count: how many, at least 1.
@@ -111,7 +112,8 @@ def influence(
     has influence 1, is a `UserWarning`; a function without scopes is a ValueError.
 
     Args:
-      f: the loss, as for `ap.semiring_grad`, with `jax.named_scope`s, as Flax Linen has; see `ap.tracing.name_modules`.
+      f: the loss, as for `ap.semiring_grad`, with named scopes. Flax Linen names modules itself,
+        `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
       kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
       depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
       argnums: which positional arguments are the parameters, as for `jax.grad`.

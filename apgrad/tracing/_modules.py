@@ -14,13 +14,15 @@ Model = TypeVar("Model", bound="nnx.Module")
 def name_modules(model: Model) -> Model:
     """A copy of a Flax NNX model that computes the same, each module in a `jax.named_scope` of its attribute's name.
 
-    In lists and dictionaries the place is added: `blocks_0`. The model has no scope; a module used twice has one.
+    A module in a list or dictionary has its place in the name: `blocks_0`. The model itself has no scope; a module used
+    in several places has the name of the first.
 
     Args:
       model: an NNX module. Its modules stay instances of their classes; calls other than `module(...)` have no scope.
 
     Example:
-      >>> import flax.nnx as nnx, jax.numpy as jnp, apgrad as ap
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
       >>> graph, params = nnx.split(ap.tracing.name_modules(model))
       >>> trace = ap.trace_gradients(lambda params: nnx.merge(graph, params)(jnp.ones(2))[0])(params)

@@ -1,6 +1,7 @@
 """Rules of the primitives that move elements: each output element is an input element, and the derivative is 1.
 
-A message goes back by the transposed move: an input element gets the plus over its places, or the zero.
+A message goes back by the transposed move: an input element that went to several places gets the plus of their
+messages, one that went nowhere the semiring's zero.
 """
 
 import functools

@@ -20,14 +20,17 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     """Backpropagation with the semiring's sum and product: `jax.grad` with another sum.
 
     Along every path from an element of an argument to the loss the semiring multiplies the derivatives, and over all
-    these paths it adds the products. Paths go through the primitives that JAX traces, element by element. The result
-    has `semiring.finish(value)` for each array, in the structure of `jax.grad`'s, also under `jit`, `vmap` and `scan`.
+    these paths it adds the products. Paths go through the primitives that JAX traces, element by element.
 
     Args:
       f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
         was randomized is traced in its place (argnums still count the key); inside f, put the original yourself.
       semiring: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()` or `top_k(k)`, or your own `Semiring`.
       argnums: which positional arguments, as for `jax.grad`. All others reach f as they are, strings and functions too.
+
+    Returns:
+      A function of f's arguments: `semiring.finish(value)` for each array of the chosen ones, in the structure of
+      `jax.grad`'s result. It works under `jit`, `vmap` and `scan`.
 
     Raises:
       TypeError: at trace time, if f has a backward pass that is no sum over edges, or writes a mutable reference.

@@ -30,12 +30,15 @@ class Semiring(NamedTuple):
       name: what errors and tables call the semiring.
       lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
       times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
-      plus: `(value, value) -> value`, elementwise and associative: what edges that meet add up to; of equals the first.
-      zero: the zero of plus, the value of no path: for each component a float (the variable's dtype) or int (uint32).
+      plus: `(value, value) -> value`, elementwise and associative: what edges that meet add up to. Of two equal values
+        the first is to win.
+      zero: the zero of plus, the value of no path: for each component a float, which stands for the variable's dtype,
+        or an int, which stands for uint32.
       one: the one of times, the message at the loss, in the same form.
       finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
       kind: "add" if plus is componentwise addition and times is bilinear, "max" if plus is the maximum of a single
-        component: both run fast. "gradient" is an "add" with JAX's cotangents, by `jax.vjp`. Otherwise None.
+        component: both then run fast. "gradient" is an "add" whose messages are JAX's own cotangents, so that each
+        primitive is left to `jax.vjp`. Otherwise None.
       settle: `message -> message`, applied when all contributions to a variable are in. The identity in a semiring.
       compared: a component's number, if plus adds up the components before this one, and takes this one and all later
         ones from the value in which this one is greater: then less has to be compiled.

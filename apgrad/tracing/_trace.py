@@ -61,7 +61,8 @@ def trace_gradients(f: Callable[..., Any], *, argnums: int | Sequence[int] = 0) 
 class Trace:
     """A loss at one point, made by `trace_gradients`; it keeps what it found, and compiled, for the next point too.
 
-    `parameters` are the names of the parameters: the keys to each, as "encoder/kernel"; an array alone is "x".
+    Attributes:
+      parameters: the names of the parameters: the keys to each, as "encoder/kernel"; an array alone is "x".
     """
 
     def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, compiled: Compiled):
@@ -107,13 +108,15 @@ class Trace:
         return found if top is None else found.top(top)
 
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:
-        """The edges from an element to the loss; none if no gradient reaches it or it is the loss. NaN is a ValueError.
+        """The edges from one element to the loss; none if no gradient reaches the element, or it is the loss itself.
 
         Args:
           parameter: one of the names in `parameters`.
           index: the index of the element in the parameter.
           kind: "viterbi", the heaviest path, or "greedy", which goes at each step to where most gradient comes from.
 
+        Raises:
+          ValueError: also for a path weight that is NaN.
         """
         require_options(kind)
         return self._read(parameter, index, SEMIRINGS[kind](), 1)[0] or []

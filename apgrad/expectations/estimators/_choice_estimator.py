@@ -25,7 +25,8 @@ class ChoiceEstimator(NamedTuple):
         evaluates the continuation at n outcomes a lane, xs (n, lanes, *rest, ...): (n, lanes). x is a sample of the
         distribution (lanes, *rest, ...). Given what came before the choice, cost (lanes,) and its derivatives with
         respect to all parameters must have the expectation of `costs(x)` and its derivatives as their own.
-      evaluations: `distribution -> int`: how many outcomes a lane `costs` gets. For a `y` there is one more run, at x.
+      evaluations: `distribution -> int`: at how many outcomes a lane `estimate` evaluates the continuation. Where the
+        continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       relaxed: the continuation is given floating-point outcomes; a one-hot vector for a categorical choice.

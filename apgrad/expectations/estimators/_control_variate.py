@@ -64,7 +64,10 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
 
 
 def second_moment(surrogate: Callable[[Any], Any], choices: Choices) -> jax.Array:
-    """|g|^2 of each lane, (lanes,), with g the gradient of its cost with respect to its logits before normalization."""
+    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits.
+
+    The surrogate's categorical logits are logarithms of probabilities, in all directions but those of their sum.
+    """
     normalized = jax.nn.log_softmax if choices.categorical else lambda phi: phi
     return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(normalized(phi))))(lax.stop_gradient(choices.logits)) ** 2)
 

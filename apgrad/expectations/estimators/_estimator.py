@@ -31,7 +31,8 @@ class Estimator(NamedTuple):
 
     Attributes:
       name: the estimator's name in errors.
-      pathwise: `(distribution, key) -> x`, a sample with the derivative for the message to x. None: a plain sample.
+      pathwise: `(distribution, key) -> x`, a sample that carries the derivative through which the message to x goes.
+        None: the sample is drawn plainly and carries no derivative.
       score: `(distribution, x) -> log-density`, or anything of its shape whose derivative the cost-to-go is to
         multiply; where its value is NaN or infinite the objective is NaN. None: the choice is not charged with costs.
       baseline: what is taken off the cost-to-go, as in `likelihood_ratio`. A function may not know what the choice

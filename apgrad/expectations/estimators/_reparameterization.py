@@ -17,7 +17,8 @@ from apgrad.expectations.estimators._estimator import Estimator
 def reparameterization() -> Estimator:
     """The pathwise estimator, for distributions with `rsample` and continuous univariate ones with a `cdf` (mixtures).
 
-    JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t are errors.
+    JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise
+    JAX's error (about a `while_loop`, or a missing differentiation rule).
 
     Raises:
       TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.

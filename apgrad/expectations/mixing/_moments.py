@@ -5,10 +5,11 @@ node, and the gradient G that later nodes have gathered, the weights of least va
 
     k = - <c_1, D> / <D, D> for the message,    k = - <c_1 + G, D> / <D, D> for the contribution.
 
-Inner products are averaged over calls, and not weights: one lane in thousands that explodes would turn the weight of
-its call, while in their mean it counts for what it is. Each cell of the node's inputs may have moments of its own
-(`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the node's. Inner products of an
-exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<D, D>` as a difference, and its scale apart:
+What is averaged over calls is the inner products and not the weights: one lane in thousands that explodes would turn
+the weight of its call, while in the mean of the inner products it counts for what it is. Each cell of the node's inputs
+may have moments of its own (`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the
+node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<c_1, D>` and
+`<c_2, D>`, whose difference is `<D, D>`, the same two with G, and a common power of two apart:
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 

@@ -68,7 +68,8 @@ def elbo(
 
     Raises:
       TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
-      ValueError: at trace time, for an unknown site, a latent site not in the guide, or leave-one-out with one lane.
+      ValueError: at trace time, for an estimator of no site of the guide, a latent site of the model that the guide has
+        not, or a leave-one-out baseline with one lane.
 
     Example:
       >>> import jax, numpyro, numpyro.distributions as dist, apgrad as ap

@@ -6,7 +6,8 @@ is zero where q is the exact posterior, and the score of q at a fixed z, which i
 score is taken off: q(z; phi) / q(z) - 1 is added, at the fixed sample z, whose first derivative is the score, and *all*
 derivatives of which are zero in expectation. (The paper stops q's gradient in log q, which is wrong at order two.)
 
-With more samples in the logarithm its mean is not 0 (Tucker et al., 2019, section 4): take `doubly_reparameterized`.
+With several samples inside the logarithm the score's mean is not 0 (Tucker et al., 2019, section 4): take
+`doubly_reparameterized`.
 """
 
 import jax.numpy as jnp

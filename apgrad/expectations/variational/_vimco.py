@@ -1,7 +1,8 @@
 """VIMCO: the importance-weighted bound of samples that have no pathwise derivative.
 
 Mnih & Rezende, Variational inference for Monte Carlo objectives, ICML 2016, equations 7 to 9. Each sample's score is
-multiplied by the bound, less the bound with the geometric mean of the other weights for its own,
+multiplied by the bound less what the bound is with the sample's own weight replaced by the geometric mean of the other
+weights,
 
     b_k = log (sum of the other w + exp(mean of the other log w)) / K .
 """

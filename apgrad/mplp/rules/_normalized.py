@@ -70,7 +70,8 @@ class Normalized(MadeForSites):
       rngs: the source of keys for the networks.
 
     Example:
-      >>> import flax.nnx as nnx, jax, jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
       >>> network, prior = ap.meta.mlp((4, 5, 2), jnp.tanh, ap.mplp.softmax_cross_entropy)
       >>> params, batch = prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2)
       >>> rule = ap.mplp.Normalized(ap.mplp.sites(network, params, batch), rngs=nnx.Rngs(2)).for_steps(100)
