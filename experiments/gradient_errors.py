@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from experiments import harness, policy_search
-from experiments.policy_search import METHODS as PLAIN
+from experiments import harness
+from experiments.parts import policies
+from experiments.policy_search import LORENZ, METHODS as PLAIN
 
 PARTIAL = True
 RATE = 0.01  # of the training
@@ -69,9 +69,8 @@ def cells(config: Config) -> list[harness.Cell]:
 @functools.cache
 def _training(units, horizon, lanes):
     method = PLAIN["RP, short"]
-    estimates = policy_search.gradients(method, policy_search.program(method, "every step", horizon), lanes)
-    new_policy = lambda key: policy_search.policy(units, nnx.Rngs(key))
-    learner = policy_search.learning(estimates, new_policy, method.clip_norm)
+    estimates = policies.gradients(method, policies.program(LORENZ, method, "every step", horizon), lanes)
+    learner = policies.learning(estimates, functools.partial(policies.policy, LORENZ, units), method.clip_norm)
     step = jax.jit(lambda state, key: learner.step(state, key, RATE))
     return learner.init, step
 
@@ -80,7 +79,7 @@ def _training(units, horizon, lanes):
 def _estimates(name, horizon, lanes):
     """`(keys of the past, keys, policy) -> gradients`, a row each key."""
     method = METHODS[name]
-    made = policy_search.gradients(method, policy_search.program(method, "every step", horizon), lanes)
+    made = policies.gradients(method, policies.program(LORENZ, method, "every step", horizon), lanes)
 
     def call(policy, state, key):
         _, gradient, state = made.value_and_grad(key, state, policy)

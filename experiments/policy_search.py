@@ -19,8 +19,7 @@ at every tenth step. Updates that are not finite are skipped.
 
 *Success* is an evaluated cost of at most `success` of the task. *Seconds* are steps times the seconds of a step, and
 these are measured apart from the curves: seconds of the processor, on one core, methods taking turns in one process,
-the least of many rounds. So a curve is not changed by what else the machine does. Seeds run one after the other: under
-`vmap` a step of a seed was 10 to 20 % slower on one core.
+the least of many rounds. So a curve is not changed by what else the machine does.
 
 *What comes out.* Where every step has a cost, short horizons win by far: all seeds succeed, before any other method's.
 Full horizons explode, and clipping is enough of a remedy for Adam: no way of total propagation is better than clipped
@@ -29,41 +28,24 @@ reparameterization beyond the intervals, the cross-fitted one is worse, and a st
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-import optax
 from flax import nnx
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts import policies
+from experiments.parts.policies import SEGMENT, Method, System
 from experiments.parts.systems import lorenz
-from experiments.parts.turns import take_turns
 
-SIGMA, RHO, FORCE, CLIP, SEGMENT = 0.1, 28.0, 20.0, 0.1, 10
+SIGMA, RHO, FORCE = 0.1, 28.0, 20.0
 EDGE = (8 / 3 * (RHO - 1)) ** 0.5
 TARGET = (EDGE, EDGE, RHO - 1)
 TASKS = {"every step": 0.45, "last step": 0.3}  # with the cost that counts as success
-
-
-class Method(NamedTuple):
-    """A way to estimate the gradient, and what is done about its explosion."""
-
-    estimator: ap.Estimator | ap.Mixer  # of each random choice.
-    cross_fit: bool = False  # of `ap.expectation`.
-    adaptive: bool = False  # weigh by the moments of earlier calls, `ap.adaptive`.
-    clip_norm: float = CLIP  # the largest norm of a gradient; 0 for any.
-    segment: int = 0  # the number of steps after which the gradient stops; 0 for none.
-    colour: str = "black"  # of its curves.
-    clip_factor: float = 0  # a lane's message is cut to so many times the typical lane's; 0 for any.
-    multilevel: bool = False  # levels of such clipping, `ap.multilevel`.
-    by_state: bool = False  # its option.
-
-
 INVERSE = ap.weights.inverse_variance()
 METHODS = {
     "RP, unclipped": Method(ap.reparameterization(), clip_norm=0, colour="#9ecae1"),
@@ -105,139 +87,19 @@ class Config(harness.Config):
 PAPER = Config(iterations=240, evaluations=24, rates=(1e-3, 3e-3, 1e-2), tuning=2, seeds=6, rounds=20)
 
 
-def policy(units: int, rngs: nnx.Rngs) -> nnx.Module:
-    """A network of two hidden layers from a state (3,) to the force (1,) in units of `FORCE`."""
-    first, second, third = (nnx.Linear(i, o, rngs=rngs) for i, o in ((3, units), (units, units), (units, 1)))
-    return nnx.Sequential(first, nnx.tanh, second, nnx.tanh, third, nnx.tanh)
-
-
 def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
     """The state (3,) a step later, without noise."""
     force = FORCE * policy(s / 10 - jnp.array([0.0, 0.0, 2.5]))[0]  # pyright: ignore[reportCallIssue]
     return lorenz(s, RHO, force)
 
 
-def program(method: Method, task: str, horizon: int, has_aux: bool = False) -> Callable[..., Any]:
-    """The rollout of a policy, with its costs; with `has_aux` it returns the lanes' last states, too."""
-    step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), SIGMA))
-
-    def cost(s):
-        return jnp.sum((s - jnp.array(TARGET)) ** 2, axis=-1) / 200
-
-    def rollout(tape, policy, factor=method.clip_factor):
-        tape, key = tape.next_key()
-        start = jnp.array([0.0, 0.0, 25.0]) + 8 * jax.random.normal(key, (tape.lanes, 3))
-
-        def body(carry, t):
-            tape, s = carry
-            if method.segment:
-                s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
-            tape, s = step(tape, policy, s)
-            if method.clip_factor or method.multilevel:
-                tape, s = ap.clip_lanes(tape, s, factor)
-            return (tape.cost(cost(s) / horizon) if task == "every step" else tape, s), None
-
-        (tape, s), _ = jax.lax.scan(body, (tape, start), jnp.arange(horizon))
-        tape = tape if task == "every step" else tape.cost(cost(s))
-        return (tape, s) if has_aux else tape
-
-    return rollout
-
-
-def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap.Adaptive:
-    """The method's gradients as `ap.adaptive` has them; the state is empty for all that are not adaptive."""
-    if method.adaptive:
-        return ap.adaptive(program, lanes, by_state=method.by_state, check_nan=False)
-    if method.multilevel:
-        return ap.multilevel(ap.value_and_grad(program, lanes, check_nan=False))
-    function = ap.value_and_grad(program, lanes, cross_fit=method.cross_fit, check_nan=False)
-    return ap.Adaptive(lambda key, *args: (), lambda key, state, *args: (*function(key, *args), state))  # pyright: ignore
-
-
-class Learning(NamedTuple):
-    """A learner as pure functions, `init(key, *args) -> state` and `step(state, key, rate, *args) -> state`.
-
-    The first element of a state is the parameters.
-    """
-
-    init: Callable[..., Any]
-    step: Callable[..., Any]
-
-
-def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float) -> Learning:
-    """Adam on an expected cost."""
-    clipped = optax.clip_by_global_norm(clip) if clip else optax.identity()
-    optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam()), 10**9)
-
-    def start(key, *args):
-        parameters = init(key)
-        return parameters, optimizer.init(parameters), gradients.init(jax.random.fold_in(key, 1), parameters, *args)
-
-    def step(state, key, rate, *args):
-        parameters, moments, weights = state
-        _, gradient, weights = gradients.value_and_grad(key, weights, parameters, *args)
-        updates, moments = optimizer.update(gradient, moments)
-        return optax.apply_updates(parameters, jax.tree.map(lambda u: -rate * u, updates)), moments, weights
-
-    return Learning(start, step)
-
-
-@functools.cache
-def training(method, units, task, horizon, lanes):
-    """A learner, and its steps compiled once for all learning rates: `(state, keys, rate) -> state`, a step a key."""
-    estimates = gradients(method, program(method, task, horizon), lanes)
-    learner = learning(estimates, lambda key: policy(units, nnx.Rngs(key)), method.clip_norm)
-
-    def advance(state, keys, rate):
-        return jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
-
-    return learner._replace(init=jax.jit(learner.init)), jax.jit(advance)
-
-
-@functools.cache
-def _evaluate(task, horizon):
-    """On 500 lanes, the same for all policies, the cost of a policy and the share of lanes astray."""
-    rollout = program(METHODS["RP"], task, horizon, has_aux=True)
-    function = jax.jit(ap.expectation(rollout, 500, has_aux=True, check_nan=False))
-
-    def evaluate(policy):
-        cost, s = function(jax.random.key(0), policy)
-        return float(cost), float(np.mean(s[:, 0] < 0))
-
-    return evaluate
-
-
-def curves(
-    method: Method, config: Any, units: int, task: str, keys: jax.Array, rate: float, evaluations: int, every: int
-) -> dict[str, Any]:
-    """For each key a training's costs, at each of its evaluations, between which are `every` steps; and the same for
-    the share of lanes that go *astray*: they end on the side of the other fixed point, x < 0.
-    """
-    learner, advance = training(method, units, task, config.horizon, config.lanes)
-    evaluate, found = _evaluate(task, config.horizon), []
-    for key in keys:
-        first, second = jax.random.split(key)
-        state, curve = learner.init(first), []
-        for key in jax.random.split(second, evaluations):
-            state = advance(state, jax.random.split(key, every), jnp.float32(rate))
-            curve.append(evaluate(state[0]))
-        found.append(curve)
-    costs, astray = np.moveaxis(np.array(found), -1, 0)
-    return {"costs": costs.tolist(), "astray": astray.tolist()}
-
-
-def seconds(
-    methods: dict[str, Method], config: Any, units: int, task: str, every: int, rounds: int
-) -> dict[str, float]:
-    """The processor's seconds for the fastest step of each method; all take turns, `every` steps at a time."""
-    keys = jax.random.split(jax.random.key(1), every)
-
-    def steps(method):
-        learner, advance = training(method, units, task, config.horizon, config.lanes)
-        return functools.partial(advance, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
-
-    times = take_turns({name: steps(method) for name, method in methods.items()}, rounds)
-    return {name: float(found.min()) / every for name, found in times.items()}
+LORENZ = System(
+    (3, 1),
+    lambda key, lanes: jnp.array([0.0, 0.0, 25.0]) + 8 * jax.random.normal(key, (lanes, 3)),
+    lambda policy, s: dist.Normal(flow(policy, s), SIGMA),
+    lambda s: jnp.sum((s - jnp.array(TARGET)) ** 2, axis=-1) / 200,
+    lambda s: {"astray": jnp.mean(s[:, 0] < 0, dtype=jnp.float32)},  # lanes on the side of the other fixed point
+)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -247,42 +109,35 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     task, units, every = cell["task"], cell["units"], config.iterations // config.evaluations
+    training = lambda name: policies.training(LORENZ, METHODS[name], units, task, config.horizon, config.lanes)
     if cell["method"] == "seconds":
-        return {"seconds": seconds(METHODS, config, units, task, every, config.rounds)}
-    # The same seeds for all methods and rates: the same first policies.
-    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds)
-    method, rate = METHODS[cell["method"]], cell["rate"]
-    return curves(method, config, units, task, keys, rate, config.evaluations, every)
-
-
-def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:
-    """The steps until a curve's cost is at most the limit, (seeds,); infinite where it never is."""
-    below = costs <= limit
-    return np.where(below.any(1), every * (1 + below.argmax(1)), np.inf)
+        return {"seconds": policies.seconds({name: training(name) for name in METHODS}, every, config.rounds)}
+    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds)  # the same for all methods
+    evaluate = policies.evaluation(LORENZ, task, config.horizon)
+    return policies.curves(training(cell["method"]), evaluate, keys, cell["rate"], config.evaluations, every)[0]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows, figures, curves = [], {}, {}
-    last = max(1, config.evaluations // 5)
+    last = policies.last(config.evaluations)
     every = config.iterations // config.evaluations
     for units in config.policies:
         for task in config.tasks:
             mine = [(c, r) for c, r in records if (c["units"], c["task"]) == (units, task)]
             took = next(r["seconds"] for c, r in mine if c["method"] == "seconds")
             for name in METHODS:
-                costs = {c["rate"]: np.array(r["costs"]) for c, r in mine if c["method"] == name}
-                costs = {rate: np.where(np.isfinite(c), c, np.inf) for rate, c in costs.items()}
-                rate = min(costs, key=lambda rate: costs[rate][: config.tuning, -last:].mean())
+                costs = {c["rate"]: policies.finite(r["costs"]) for c, r in mine if c["method"] == name}
+                rate = min(costs, key=lambda rate: costs[rate][: config.tuning, last].mean())
                 chosen = costs[rate][config.tuning :]
                 draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
-                low, high = harness.interval(draws(chosen[:, -last:].mean(1), lambda x: x.mean(-1)))
-                steps = first_success(chosen, TASKS[task], every)
+                low, high = harness.interval(draws(chosen[:, last].mean(1), lambda x: x.mean(-1)))
+                steps = policies.first_success(chosen, TASKS[task], every)
                 # The middle of the sorted seeds, not of neighbours, as infinity has no mean.
                 median = lambda x: np.percentile(x, 50, axis=-1, method="higher")
                 with np.errstate(invalid="ignore"):
                     fast, slow = np.percentile(draws(steps, median), [2.5, 97.5], method="nearest")
                 row = {"units": units, "task": task, "method": name, "rate": rate, "seconds_per_step": took[name]}
-                row |= {"seconds_over_RP": took[name] / took["RP"], "cost": float(chosen[:, -last:].mean())}
+                row |= {"seconds_over_RP": took[name] / took["RP"], "cost": float(chosen[:, last].mean())}
                 row |= {"cost_low": low, "cost_high": high, "success": float(np.isfinite(steps).mean())}
                 row |= {"steps": float(median(steps)), "steps_low": float(fast), "steps_high": float(slow)}
                 row |= {f"success_{k}": row[k.replace("seconds", "steps")] * took[name] for k in _SECONDS}

@@ -47,8 +47,9 @@ from scipy.stats import binomtest
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts import policies
 from experiments.parts.systems import runge_kutta
-from experiments.policy_search import METHODS as ALL_METHODS, first_success, gradients, learning
+from experiments.policy_search import METHODS as ALL_METHODS
 
 CART, POLE, LENGTH, FRICTION, GRAVITY, FORCE = 0.5, 0.5, 0.5, 0.1, 9.82, 10.0
 DT, SUBSTEPS, NOISE, HORIZON, WIDTH, UNITS = 0.1, 4, 0.01, 25, 0.5, 32
@@ -177,11 +178,8 @@ def episode(key: jax.Array, policy: nnx.Module, random: jax.Array) -> tuple[jax.
 
 @functools.cache
 def _compiled(method, particles, repetitions):
-    estimates = gradients(ALL_METHODS[method], program(method), particles)
-    learner = learning(estimates, policy, ALL_METHODS[method].clip_norm)
-
-    def learn(state, keys, rate, model):
-        return jax.lax.scan(lambda state, key: (learner.step(state, key, rate, model), None), state, keys)[0]
+    estimates = policies.gradients(ALL_METHODS[method], program(method), particles)
+    learner = policies.compiled(policies.learning(estimates, policy, ALL_METHODS[method].clip_norm))
 
     def noise(key, state, model):
         """The gradient's variance over the squared length of its mean."""
@@ -189,7 +187,7 @@ def _compiled(method, particles, repetitions):
         found = jax.lax.map(gradient, jax.random.split(key, repetitions))
         return jnp.sum(jnp.var(found, axis=0, ddof=1)) / jnp.sum(jnp.mean(found, axis=0) ** 2)
 
-    return jax.jit(learner.init), jax.jit(learn), jax.jit(noise)
+    return *learner, jax.jit(noise)
 
 
 _FIT, _EPISODE = jax.jit(fit), jax.jit(episode)
@@ -242,7 +240,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         if len(runs) < 2:
             continue
         last, noise = (np.array([r[name] for r in runs]) for name in ("last", "noise"))
-        episodes = first_success(last, SUCCESS, 1)
+        episodes = policies.first_success(last, SUCCESS, 1)
         costs = np.array([r["costs"] for r in runs])
         draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
         low, high = binomtest(int(np.isfinite(episodes).sum()), len(episodes)).proportion_ci()  # Clopper & Pearson

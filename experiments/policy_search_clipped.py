@@ -21,11 +21,11 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
-from experiments import harness, policy_search
-from experiments.policy_search import METHODS as PLAIN, TASKS, first_success
+from experiments import harness
+from experiments.parts import policies
+from experiments.policy_search import LORENZ, METHODS as PLAIN, TASKS
 
 PARTIAL = True
 EVERY = 20  # steps from one evaluation to the next
@@ -69,34 +69,20 @@ PAPER = Config(tasks=tuple(TASKS), steps=240, long=720, rates=RATES, tuning=2, g
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The seeds for tuning, a cell each rate; then a group of the other seeds after the other, at the tuned rates."""
-    points = [(task, method) for task in config.tasks for method in METHODS]
-    found: list[harness.Cell] = [
-        {"task": t, "method": m, "rate": r, "group": "tuning"} for t, m in points for r in config.rates
-    ]
-    found += [{"task": t, "method": m, "group": g} for g in range(config.groups) for t, m in points]
-    return [*found, {"task": config.tasks[0], "group": "seconds"}]
+    points = harness.grid(task=config.tasks, method=METHODS)
+    return [*policies.cells(config, points), {"task": config.tasks[0], "group": "seconds"}]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The rate, and each seed's costs and lanes astray at each evaluation; or the seconds of each method's step."""
+    task, size = cell["task"], (config.horizon, config.lanes)
+    training = lambda name: policies.training(LORENZ, METHODS[name], config.units, task, *size)
     if cell["group"] == "seconds":
-        return {"seconds": policy_search.seconds(METHODS, config, config.units, cell["task"], EVERY, ROUNDS)}
-    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
-    if cell["group"] == "tuning":
-        rate, keys, steps = cell["rate"], keys[: config.tuning], config.steps
-    else:
-        first = config.tuning + cell["group"] * config.seeds
-        keys, steps = keys[first : first + config.seeds], config.long
-
-        def at_the_end(rate):
-            tuning = {"task": cell["task"], "method": cell["method"], "rate": rate, "group": "tuning"}
-            costs = np.array(harness.finished(config, tuning)["costs"])
-            return np.where(np.isfinite(costs), costs, np.inf)[:, _last(config.steps)].mean()
-
-        rate = min(config.rates, key=at_the_end)
-    method, blocks = METHODS[cell["method"]], steps // EVERY
-    return {"rate": rate, **policy_search.curves(method, config, config.units, cell["task"], keys, rate, blocks, EVERY)}
+        return {"seconds": policies.seconds({name: training(name) for name in METHODS}, EVERY, ROUNDS)}
+    rate, keys = policies.tuned(config, cell)
+    steps = config.steps if cell["group"] == "tuning" else config.long
+    evaluate = policies.evaluation(LORENZ, task, config.horizon)
+    return {"rate": rate, **policies.curves(training(cell["method"]), evaluate, keys, rate, steps // EVERY, EVERY)[0]}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -107,12 +93,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
     for task in config.tasks:
         mine = {(c["method"], c["group"]): r for c, r in judged if c["task"] == task}
-        groups = [g for g in range(config.groups) if all((m, g) in mine for m in METHODS)]
+        groups = policies.whole_groups(config, mine, METHODS)
         if not groups:
             continue
         for name in METHODS:
-            costs = np.concatenate([np.array(mine[name, g]["costs"]) for g in groups])
-            curves[task, name] = np.where(np.isfinite(costs), costs, np.inf)
+            curves[task, name] = policies.of_groups(mine, name, groups)
         plain = {name: curves[task, name][:, _last(config.steps)].mean() for name in METHODS if name in PLAIN}
         best = min(plain, key=lambda name: plain[name])
         figures[task] = {"seeds": len(curves[task, best]), "best_plain": best, "total_propagation": {}}
@@ -127,7 +112,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             low, high = harness.interval(draws(end, lambda x: x.mean(-1)))
             paired = end - curves[task, best][:, _last(config.steps)].mean(1)
             less, more = harness.interval(draws(paired, lambda x: x.mean(-1)))
-            success = first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)
+            success = policies.first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)
             row = {"task": task, "method": name, "rate": mine[name, groups[0]]["rate"], "seeds": len(costs)}
             row |= {"after_60": float(costs[:, min(60, config.long) // EVERY - 1].mean())}
             row |= {"cost": float(end.mean()), "cost_median": float(np.median(end)), "cost_low": low, "cost_high": high}
@@ -136,7 +121,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"success": float(np.isfinite(success).mean())}
             after = costs[:, _last(config.long)].mean(1)
             row |= {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))}
-            astray = np.concatenate([np.array(mine[name, g]["astray"]) for g in groups])[:, _last(config.long)].mean(1)
+            astray = policies.of_groups(mine, name, groups, "astray")[:, _last(config.long)].mean(1)
             row |= {"astray_long": float(astray.mean()), "seeds_astray": int(np.sum(astray >= ASTRAY))}
             if took:
                 row |= {"seconds_over_RP": took[name] / took["RP"]}
@@ -153,8 +138,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 
 def _last(steps):
-    """The last fifth of the evaluations of so many steps."""
-    return slice(steps // EVERY - max(1, steps // EVERY // 5), steps // EVERY)
+    return policies.last(steps // EVERY)
 
 
 def _picture(config, rows, curves):

@@ -23,7 +23,6 @@ twenty, in a quarter of the time, and all ways of clipping end below short horiz
 
 import dataclasses
 import functools
-import time
 from typing import Any
 
 import jax
@@ -34,20 +33,20 @@ import optax
 from flax import nnx
 
 import apgrad as ap
-from experiments import harness, policy_search
-from experiments.parts import actor_critic, puck
-from experiments.policy_search import CLIP, SEGMENT, Learning
+from experiments import harness
+from experiments.parts import actor_critic, policies, puck
+from experiments.policy_search import METHODS as PLAIN
 from experiments.policy_search_clipped import METHODS as CLIPPED
 
 PARTIAL = True
 EVERY = 5  # steps from one evaluation to the next
-SHAC, EXPLOSION = "SHAC", "explosion"
+SHAC, EXPLOSION, TASK = "SHAC", "explosion", "every step"
 METHODS = {
     "RP": CLIPPED["RP"],
     "RP, short": CLIPPED["RP, short"],
     SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"),
 }
-METHODS["LR"] = policy_search.METHODS["LR"]._replace(colour="#777777")
+METHODS["LR"] = PLAIN["LR"]._replace(colour="#777777")
 METHODS |= {name: CLIPPED[name] for name in ("RP, lanes clipped", "multilevel", "TP, lanes clipped")}
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
 
@@ -75,17 +74,11 @@ class Config(harness.Config):
         harness.require_least(self, tuning=1, groups=1, seeds=2, estimates=2)
         if self.steps % EVERY or self.steps < 5 * EVERY:
             raise ValueError(f"steps must be a multiple of {EVERY}, at least {5 * EVERY}, got {self.steps}")
-        if self.horizon % SEGMENT:
-            raise ValueError(f"horizon must be a multiple of SHAC's window of {SEGMENT}, got {self.horizon}")
+        if self.horizon % policies.SEGMENT:
+            raise ValueError(f"horizon must be a multiple of SHAC's window of {policies.SEGMENT}, got {self.horizon}")
 
 
 PAPER = Config(steps=240, rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2), tuning=2, groups=4, seeds=5, estimates=200)
-
-
-def policy(units: int, rngs: nnx.Rngs) -> nnx.Module:
-    """A network of two hidden layers from a state (4,) to the forces (2,) in units of `puck.FORCE`."""
-    first, second, third = (nnx.Linear(i, o, rngs=rngs) for i, o in ((4, units), (units, units), (units, 2)))
-    return nnx.Sequential(first, nnx.tanh, second, nnx.tanh, third, nnx.tanh)
 
 
 def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
@@ -93,96 +86,50 @@ def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
     return puck.step(s, puck.FORCE * policy(s))  # pyright: ignore[reportCallIssue]
 
 
-def program(method: policy_search.Method, horizon: int) -> Any:
-    """An episode of a policy, with its costs; the factor of clipping comes last."""
-    noise = jnp.array(puck.NOISE)
-    step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), noise).to_event(1))
-
-    def episode(tape, policy, factor=method.clip_factor):
-        tape, key = tape.next_key()
-
-        def body(carry, t):
-            tape, s = carry
-            if method.segment:
-                s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
-            tape, s = step(tape, policy, s)
-            if method.clip_factor or method.multilevel:
-                tape, s = ap.clip_lanes(tape, s, factor)
-            return (tape.cost(puck.cost(s) / horizon), s), None
-
-        return jax.lax.scan(body, (tape, puck.start(key, tape.lanes)), jnp.arange(horizon))[0][0]
-
-    return episode
+PUCK = policies.System(
+    (4, 2),
+    puck.start,
+    lambda policy, s: dist.Normal(flow(policy, s), jnp.array(puck.NOISE)).to_event(1),
+    puck.cost,
+)
 
 
 @functools.cache
-def _advance(name, units, horizon, lanes):
-    """A learner, and its steps compiled once for all rates: `(state, keys, rate) -> state`, a step a key."""
-    method, new_policy = METHODS[name], lambda key: policy(units, nnx.Rngs(key))
-    if name == SHAC:
-        noisy = lambda policy, s, key: flow(policy, s) + jnp.array(puck.NOISE) * jax.random.normal(key, (4,))
-        system = actor_critic.System(puck.start, noisy, puck.cost, horizon)
-        learner = Learning(*actor_critic.learner(system, new_policy, lanes, SEGMENT, units, CLIP))
-    else:
-        learner = policy_search.learning(
-            policy_search.gradients(method, program(method, horizon), lanes), new_policy, method.clip_norm
-        )
-    several = lambda state, keys, rate: jax.lax.scan(lambda s, k: (learner.step(s, k, rate), None), state, keys)[0]
-    return jax.jit(learner.init), jax.jit(several)
-
-
-@functools.cache
-def _evaluate(horizon):
-    """The cost of a policy on 500 lanes, the same for all policies."""
-    function = jax.jit(ap.expectation(program(METHODS["RP"], horizon), 500, check_nan=False))
-    return lambda policy: float(function(jax.random.key(0), policy))
+def _training(name, units, horizon, lanes):
+    if name != SHAC:
+        return policies.training(PUCK, METHODS[name], units, TASK, horizon, lanes)
+    noisy = lambda policy, s, key: flow(policy, s) + jnp.array(puck.NOISE) * jax.random.normal(key, (4,))
+    system = actor_critic.System(puck.start, noisy, puck.cost, horizon)
+    new_policy = functools.partial(policies.policy, PUCK, units)
+    learner = actor_critic.learner(system, new_policy, lanes, policies.SEGMENT, units, policies.CLIP)
+    return policies.compiled(policies.Learning(*learner))
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The explosion; the seeds for tuning, a cell each rate; then a group of the other seeds after the other."""
-    found: list[harness.Cell] = [{"method": EXPLOSION}]
-    found += [{"method": m, "rate": r, "group": "tuning"} for m in config.methods for r in config.rates]
-    return found + [{"method": m, "group": g} for g in range(config.groups) for m in config.methods]
+    return [{"method": EXPLOSION}, *policies.cells(config, harness.grid(method=config.methods))]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The rate, the costs of each seed at each evaluation, and the seconds of a step."""
-    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
     if cell["method"] == EXPLOSION:
+        keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
         return _explosion(config, keys[config.tuning :][:4])
-    if cell["group"] == "tuning":
-        rate, keys = cell["rate"], keys[: config.tuning]
-    else:
-        first = config.tuning + cell["group"] * config.seeds
-        keys = keys[first : first + config.seeds]
-
-        def at_the_end(rate):
-            tuned = {"method": cell["method"], "rate": rate, "group": "tuning"}
-            return _finite(harness.finished(config, tuned)["costs"])[:, _last(config)].mean()
-
-        rate = min(config.rates, key=at_the_end)
-    init, advance = _advance(cell["method"], config.units, config.horizon, config.lanes)
-    evaluate, costs, seconds = _evaluate(config.horizon), [], []
-    for key in keys:
-        first, second = jax.random.split(key)
-        state, curve = init(first), []
-        for key in jax.random.split(second, config.steps // EVERY):
-            keys, begun = jax.random.split(key, EVERY), time.process_time()
-            state = jax.block_until_ready(advance(state, keys, jnp.float32(rate)))
-            seconds.append((time.process_time() - begun) / EVERY)
-            curve.append(evaluate(state[0]))
-        costs.append(curve)
-    return {"rate": rate, "costs": costs, "seconds": min(seconds)}
+    rate, keys = policies.tuned(config, cell)
+    learner = _training(cell["method"], config.units, config.horizon, config.lanes)
+    evaluate = policies.evaluation(PUCK, TASK, config.horizon)
+    found, seconds = policies.curves(learner, evaluate, keys, rate, config.steps // EVERY, EVERY)
+    return {"rate": rate, **found, "seconds": seconds}
 
 
 def _explosion(config, keys):
     """The median and the largest length of each gradient over many keys, the mean over policies."""
     found = {}
     for name in ("RP", "LR", "RP, lanes clipped"):
-        gradient = ap.grad(program(METHODS[name], config.horizon), config.lanes, check_nan=False)
+        rollout = policies.program(PUCK, METHODS[name], TASK, config.horizon)
+        gradient = ap.grad(rollout, config.lanes, check_nan=False)
 
         def lengths(key, gradient=gradient):
-            start = policy(config.units, nnx.Rngs(key))
+            start = policies.policy(PUCK, config.units, key)
             one = lambda key: optax.tree.norm(gradient(key, start))
             return jax.lax.map(one, jax.random.split(jax.random.fold_in(key, 1), config.estimates))
 
@@ -192,24 +139,14 @@ def _explosion(config, keys):
     return found
 
 
-def _last(config):
-    """The last fifth of the evaluations."""
-    number = config.steps // EVERY
-    return slice(number - number // 5, number)
-
-
-def _finite(costs):
-    return np.where(np.isfinite(costs := np.array(costs, float)), costs, np.inf)
-
-
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Each method at its tuned rate, on the groups of seeds that are finished for all methods."""
     found = {(c["method"], c["group"]): r for c, r in records if c.get("group", "tuning") != "tuning"}
-    groups = [g for g in range(config.groups) if all((m, g) in found for m in config.methods)]
+    groups = policies.whole_groups(config, found, config.methods)
     if not groups:
         raise SystemExit("no group of seeds is finished for all methods")
-    curves = {name: _finite(np.concatenate([found[name, g]["costs"] for g in groups])) for name in config.methods}
-    ends = {name: costs[:, _last(config)].mean(1) for name, costs in curves.items()}
+    curves = {name: policies.of_groups(found, name, groups) for name in config.methods}
+    ends = {name: costs[:, policies.last(costs.shape[1])].mean(1) for name, costs in curves.items()}
     best = min((name for name in config.methods if name in OTHERS), key=lambda name: ends[name].mean())
     draws = lambda x: harness.bootstrap(x, lambda x: x.mean(-1), config.resamples, config.seed)
     seconds, rows = {name: min(found[name, g]["seconds"] for g in groups) for name in config.methods}, []

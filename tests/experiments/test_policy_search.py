@@ -9,7 +9,7 @@ from scipy.stats import norm
 
 import apgrad as ap
 from experiments import contact, policy_search, policy_search_cartpole as cartpole
-from experiments.parts import actor_critic, puck
+from experiments.parts import actor_critic, policies, puck
 
 KEY = jax.random.key(0)
 
@@ -42,16 +42,16 @@ def test_the_stop_takes_speed_and_keeps_the_place():
 
 def test_first_success():
     curves = np.array([[3.0, 1.0, 2.0, 0.5], [3.0, 3.0, 3.0, 3.0], [0.0, 3.0, 3.0, 3.0]])
-    assert policy_search.first_success(curves, 1.0, every=10).tolist() == [20, np.inf, 10]
+    assert policies.first_success(curves, 1.0, every=10).tolist() == [20, np.inf, 10]
 
 
 def test_short_horizons_stop_the_gradient():
     # With a segment as long as the rollout nothing is stopped; with shorter ones the gradient moves, the value stays.
-    policy = policy_search.policy(4, policy_search.nnx.Rngs(0))
+    policy = policies.policy(policy_search.LORENZ, 4, KEY)
     values = {}
     for segment in (0, 6, 2):
         method = policy_search.METHODS["RP"]._replace(segment=segment)
-        function = ap.value_and_grad(policy_search.program(method, "every step", 6), 8)
+        function = ap.value_and_grad(policies.program(policy_search.LORENZ, method, "every step", 6), 8)
         values[segment] = jax.jit(function)(KEY, policy)
     for other, equal in ((6, True), (2, False)):
         assert float(values[other][0]) == pytest.approx(float(values[0][0]), rel=1e-6)
