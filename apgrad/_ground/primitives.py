@@ -54,6 +54,11 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
     return jax.tree.map(refuse, tree)
 
 
+def refuse_second_derivative(x: jax.Array, reason: str) -> jax.Array:
+    """Returns the array as it is; whoever differentiates twice with respect to it gets `TypeError(reason)`."""
+    return _refuse_second_p.bind(jnp.asarray(x), reason=reason)
+
+
 def refuse_message(tree: Any, reason: str) -> Any:
     """Returns the pytree; a message to it that anybody uses raises `TypeError(reason)`; in forward mode it is NaN."""
 
@@ -94,6 +99,10 @@ def _refuse_jvp(primals, tangents, *, reason):
     raise TypeError(reason)
 
 
+def _refuse_second_jvp(primals, tangents, *, reason):
+    return _refuse_p.bind(*primals, reason=reason), tangents[0]
+
+
 def _refuse_message_jvp(primals, tangents, *, reason):
     return _refuse_message_p.bind(*primals, reason=reason), _refused_message_p.bind(*tangents, reason=reason)
 
@@ -117,6 +126,7 @@ _zero_p = elementwise("zero_with_gradient", implementation=jnp.zeros_like)
 _refuse_p = elementwise("refuse_derivative", _refuse_jvp)
 # Of a linear function such as a backward pass, which is no derivative: one would have raised the error before.
 ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
+_refuse_second_p = elementwise("refuse_second_derivative", _refuse_second_jvp)
 _mark_p = elementwise("mark")
 _refuse_message_p = elementwise("refuse_message", _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.

@@ -9,7 +9,7 @@ def _names(text: str) -> frozenset[str]:
 IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
 # Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused.
-SAME_VALUE = IDENTITY | _names("mark refuse_batching refuse_derivative refuse_message")
+SAME_VALUE = IDENTITY | _names("mark refuse_batching refuse_derivative refuse_message refuse_second_derivative")
 
 # One output, linear in the first input, that holds all elements of that input (for conversions see `memory`).
 VIEW = _names(
@@ -22,7 +22,8 @@ ELEMENTWISE = _names(
     """abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type cos
     cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p log2
     logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma refuse_derivative
-    regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh zero_with_gradient zeta"""
+    refuse_second_derivative regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh zero_with_gradient
+    zeta"""
 )
 
 # Outputs that do not depend on the inputs as far as derivatives go.
@@ -46,7 +47,7 @@ LINEAR_IN_ALL = (
     | VIEW
     | _names(
         """add add_any complex concatenate conj cumsum fft imag neg pad real reduce_precision reduce_sum
-        reduce_window_sum refuse_derivative select_n slice split stack sub tile unstack"""
+        reduce_window_sum refuse_derivative refuse_second_derivative select_n slice split stack sub tile unstack"""
     )
 )
 

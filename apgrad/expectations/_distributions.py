@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.scipy.special import gammaln
 from numpyro.distributions import constraints, transforms
 
-from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
+from apgrad._ground.primitives import refuse_derivative, refuse_second_derivative, zero_with_gradient
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
     with standard_promotion(), numpyro.validation_enabled(False):
-        density = log_prob(distribution, lax.stop_gradient(x), own=True)
+        density = log_prob(once_at_kinks(what, distribution), lax.stop_gradient(x), own=True)
         rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, x, density.shape)
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
@@ -184,6 +184,27 @@ def require_density(what: str, distribution: Any) -> None:
                 f"{what}: the components of {type(part).__name__} are not known to have one support, without which the "
                 "log_prob is not the density of its samples. Sample the component first, by likelihood_ratio()."
             )
+
+
+def once_at_kinks(what: str, distribution: Any) -> Any:
+    """The distribution, whose score is not differentiated where its density has a kink: that misses a delta function.
+
+    With p = exp(-|x - m|) / 2 and any f, the second derivative of E[f(x)] in m is E[f(x)] - f(m), of which no sample
+    tells f(m); the mean of f(x) times the second derivative of p / p, as it comes out at the samples, is E[f(x)].
+    """
+
+    def once(part):
+        if isinstance(part, _KINKED):
+            name, part = type(part).__name__, copy.copy(part)
+            part.loc = refuse_second_derivative(
+                part.loc,
+                f"{what}: the density of {name} has a kink at its location, so that the second derivative of its "
+                "logarithm with respect to that is not what the expectation's is made of, and likelihood ratio is "
+                "right once. Use reparameterization(), or a smooth density such as SoftLaplace.",
+            )
+        return part
+
+    return jax.tree.map(once, distribution, is_leaf=lambda part: isinstance(part, _KINKED))
 
 
 def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:
@@ -315,6 +336,7 @@ def _has_cdf(distribution, x) -> bool:
 _BY_LOGITS = (dist.BernoulliLogits, dist.BinomialLogits)
 _OF_GAMMAS = (dist.Beta, dist.Dirichlet)
 _LOC_SCALE = (dist.Normal, dist.Laplace, dist.Logistic, dist.Cauchy, dist.Gumbel, dist.StudentT, dist.SoftLaplace)
+_KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # where their location is; other densities are smooth inside
 _UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _UP_TO_A_CONSTANT = (dist.CategoricalLogits, dist.MultinomialLogits)

@@ -102,7 +102,7 @@ def score(
     value, behaviour = refuse_derivative(value, reason), lax.stop_gradient(behaviour)
     distributions.require_density(what, distribution)
     with distributions.standard_promotion(), numpyro.validation_enabled(False):
-        density = distributions.log_prob(distribution, value)
+        density = distributions.log_prob(distributions.once_at_kinks(what, distribution), value)
         ratio = lax.stop_gradient(density) - behaviour
         ratio = jnp.where(_impossible(distribution, value, behaviour), jnp.nan, ratio)
         zero = distributions.guarded(what, distribution, density)

@@ -22,13 +22,11 @@ from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import KEY_BYTES, allocate
 from apgrad.memory._memory_plan import MemoryPlan, make_plan
-from apgrad.memory._packing import Narrow, Packing
 from apgrad.memory._passes import Function, inexact, remember, remembering, send
-from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, array_bytes, nbytes, require_sampler, rounding
+from apgrad.memory._samplers import FACTORIES, Sampler, array_bytes, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
-_OF_ALL = (Rounding, Narrow, Packing)  # which remember something of every entry
 _THROUGH = rounding(bits=8)
 Choice = Callable[[Coefficient], Sampler | None]
 
@@ -54,7 +52,7 @@ def randomize(
       sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
         convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
         chooses by name, size or shape; None keeps a coefficient exactly.
-      through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
+      through: the sampler, in place of one that keeps a `fraction` of the entries, of coefficients whose messages go on
         to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
         (section 3.3). None keeps these coefficients exactly.
       budget_bytes: in place of a sampler and `through`, how much may be remembered in all, by samplers of the least
@@ -227,7 +225,7 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] |
     def choose(coefficient):
         if not isinstance(sampler, Sampler):
             return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
-        return sampler if coefficient.last or isinstance(sampler, _OF_ALL) else through
+        return through if hasattr(sampler, "fraction") and not coefficient.last else sampler
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)

@@ -39,6 +39,7 @@ class Sampler(Protocol):
     attribute `shared` that is true draws the same for all examples: its memory is an array, or begins with one, from
     which restoring is linear, and the same along the axis for all. So a product that sums over examples is taken of
     this small array, and its result is restored, from the product and the second entry of the memory if there is one.
+    One with an attribute `fraction` keeps so much of the entries, and gives way to `through` where noise multiplies.
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:

@@ -113,6 +113,48 @@ def test_a_support_that_moves_with_the_parameter_is_refused():
     jax.eval_shape(jax.grad(fixed, argnums=1), KEY, 0.3)
 
 
+def _mixture_of_laplaces(loc):
+    return dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros((4, 2))), dist.Laplace(loc[:, None] * jnp.ones(2)))
+
+
+KINKED = {
+    "Laplace": lambda loc: dist.Laplace(loc, 1.0),
+    "AsymmetricLaplace": lambda loc: dist.AsymmetricLaplace(loc, 1.0, 1.2),
+    "its quantiles": lambda loc: dist.AsymmetricLaplaceQuantile(loc, 1.0, 0.3),
+    "transformed": lambda loc: dist.TransformedDistribution(dist.Laplace(loc), dist.transforms.ExpTransform()),
+    "mixture": _mixture_of_laplaces,
+}
+
+
+@pytest.mark.parametrize("make", KINKED.values(), ids=KINKED)
+def test_a_second_derivative_where_the_density_has_a_kink_is_refused(make):
+    # Of x^2 under Laplace(m, 1) it is 2, and the score's derivative at the samples gives 0.
+    draw = lambda tape, loc: ap.sample(tape, make(loc * jnp.ones(4)), ap.likelihood_ratio())
+    given = lambda tape, loc: (
+        ap.score(tape, make(loc * jnp.ones(4)), jnp.ones(4), behaviour_log_prob=jnp.zeros(4)),
+        jnp.ones(4),
+    )
+    twice = lambda f, argnums: jax.grad(jax.jit(jax.grad(f, argnums)), argnums)
+    for program in (draw, given):
+        objective = ap.expectation(paid(program), 4)
+        jax.eval_shape(jax.grad(objective, argnums=1), KEY, 0.7)
+        for second in (jax.hessian, twice):
+            refused(TypeError, "has a kink at its location", jax.eval_shape, second(objective, argnums=1), KEY, 0.7)
+
+
+def test_derivatives_of_a_laplace_distribution_that_exist_are_right():
+    # E[x^2] = m^2 + 2 s^2.
+    node = ap.stochastic(ap.likelihood_ratio(), in_axes=(None, None))(lambda loc, scale: dist.Laplace(loc, scale))
+    objective = ap.expectation(paid(node, jnp.square), 1000)
+
+    def estimate(key):
+        loc, scale = jax.grad(objective, argnums=(1, 2))(key, 0.7, 0.5)
+        in_scale = jax.jacfwd(jax.grad(objective, argnums=(1, 2)), argnums=2)(key, 0.7, 0.5)
+        return loc, scale, in_scale
+
+    ap.testing.assert_unbiased(estimate, (1.4, 2.0, (0.0, 4.0)), KEY, 300)
+
+
 @pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
 def test_a_sample_that_is_rounded_to_where_the_density_is_infinite_is_an_error(estimator, x64):
     # Of Gamma(.05, 1), one sample in a hundred is below what float32 has.

@@ -1,5 +1,7 @@
 """randomize: any function, the same value, an unbiased gradient; less memory; under every transformation."""
 
+import dataclasses
+import functools
 from collections import Counter
 
 import chex
@@ -218,6 +220,33 @@ def test_errors():
     refused(ValueError, "neither", ap.randomize, mlp)
     small = jax.grad(ap.randomize(mlp, budget_bytes=10), argnums=1)
     refused(ValueError, "cannot be kept", jax.eval_shape, small, KEY, params, x)
+
+
+def test_a_sampler_of_ones_own_is_used_everywhere_unless_it_keeps_a_fraction():
+    # Messages go on through the derivative of the first sine: a sample there gives way to rounding, a whole copy not.
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+
+    @dataclasses.dataclass(frozen=True)
+    class Whole:
+        def keep(self, key, x, axis=-1):
+            return x
+
+        def restore(self, key, memory, like, axis=-1):
+            return memory
+
+        def variance(self, x, axis=-1):
+            return jnp.zeros_like(x)
+
+    @dataclasses.dataclass(frozen=True)
+    class Fraction(Whole):
+        fraction: float = 1.0
+
+    w, x = 0.1 * normal(1, 32, 32), normal(2, 64, 32)
+    both = [functools.partial(ap.randomize(loss, sampler, min_size=0), KEY) for sampler in (Whole(), Fraction())]
+    exact, whole, some = jax.jit(lambda: [jax.grad(f)(w, x) for f in (loss, *both)])()
+    np.testing.assert_allclose(whole, exact, rtol=1e-5, atol=1e-5)
+    assert np.abs(some - exact).max() > 1e-3
 
 
 def test_what_is_small_near_the_loss_is_exact():
