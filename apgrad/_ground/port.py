@@ -4,6 +4,7 @@ A *port* is an array (or pytree) of zeros that goes forward beside a value. The 
 anything, so it carries the message. A node takes a port as an input and returns it as an output.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,16 @@ def port(template: Any) -> Any:
     return jax.tree.map(zeros, template)
 
 
+def beside(port: Any, values: Any) -> Any:
+    """The zeros of a port, which `jax.vmap` maps where it maps one of the values.
+
+    Of plain zeros, which it does not map, the message would be the sum over all copies.
+    """
+    unlike = [jnp.any(jnp.isnan(x)) for x in jax.tree.leaves(values) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    never = functools.reduce(jnp.logical_or, unlike, jnp.zeros((), bool)) & False  # the compiler removes it
+    return jax.tree.map(lambda zeros: zeros + never.astype(zeros.dtype), port)
+
+
 class Signal(NamedTuple):
     """A value with a port for messages beside it, as a node with learned messages takes and returns it.
 
@@ -71,10 +82,7 @@ class Signal(NamedTuple):
           (4, 3, 8)
         """
         zeros = port(jax.ShapeDtypeStruct((*value.shape, whole("message_size", message_size)), value.dtype))
-        # `jax.vmap` does not batch a constant, and would add up the messages of all copies of the value. So the zeros
-        # depend on the value, in a way that the compiler removes.
-        never = jnp.zeros((), bool)
-        return cls(value, jnp.where(never, jax.lax.stop_gradient(value)[..., None], zeros))
+        return cls(value, beside(zeros, value))
 
 
 refuse_arithmetic(Signal, "a function of signals is mplp.wire(jnp.add, a, b), mplp.activation or another node")

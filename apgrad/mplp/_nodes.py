@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from apgrad._ground.arguments import per_axis
-from apgrad._ground.port import Signal, port
+from apgrad._ground.port import Signal, beside, port
 from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._places import Parameter, Place, SharedParameter
 from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
@@ -60,11 +60,7 @@ def shared(place: Place, parameter: Parameter) -> Parameter:
     if rule is not None and not getattr(rule, "sums_uses", False):
         return parameter
 
-    def give(value):
-        # Zeros that depend on the value, as in `Signal.of`.
-        zeros = jnp.where(jnp.zeros((), bool), jax.lax.stop_gradient(value), port(value))
-        return SharedParameter(value, zeros)
-
+    give = lambda value: SharedParameter(value, beside(port(value), value))
     ask = lambda local: [Shared(local.message, local.parameters[0])]
     use = lambda local, answers: ([], [answers[0].update])
     site = Site(place.name, "shared", "shared", place.places.batch or 1, parameter.value.shape)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import chosen_numbers, integers, nearest
 from apgrad._ground.keys import require_key
 from apgrad._ground.messages import check_messages, describe, form_of
+from apgrad._ground.port import beside
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
@@ -289,13 +290,6 @@ _floats = lambda message: jax.tree.map(lambda m: None if m.dtype == jax.dtypes.f
 _join = node(Propagator(lambda output, port: (output, None), lambda _, message: (message, _floats(message))))
 
 
-def _beside(port: Any, output: Any) -> Any:
-    """The port, which `jax.vmap` maps where it maps the output; plain zeros would get the sum over all examples."""
-    unlike = [jnp.any(jnp.isnan(x)) for x in jax.tree.leaves(output) if is_inexact(x)]
-    never = functools.reduce(jnp.logical_or, unlike) & False
-    return jax.tree.map(lambda zeros: zeros + never.astype(zeros.dtype), port)
-
-
 def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
 
     def forward(key, params, *inputs):
@@ -303,7 +297,7 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
         got, wanted = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), t) for t in (output, site.output))
         if got != wanted:
             raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")
-        return (output, _beside(port, output) if rule.direct else port), (key, params, memory)
+        return (output, beside(port, output) if rule.direct else port), (key, params, memory)
 
     def backward(memory, message):
         (key, params, memory), (message, result) = memory, message

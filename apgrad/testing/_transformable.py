@@ -11,6 +11,8 @@ import numpy as np
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
+    Under `vmap` both the gradient of each copy, and the gradient of the mean over the copies.
+
     Args:
       function: `(*args) -> scalar`, deterministic (bind its key), differentiated with respect to the first argument.
       *args: its arguments.
@@ -37,9 +39,14 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     def branched(*args):
         return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), *args)
 
+    def twice(args):
+        return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
+
     def batched(*args):
-        stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
-        return jax.tree.map(lambda x: x[1], jax.vmap(both)(*stacked))
+        return jax.tree.map(lambda x: x[1], jax.vmap(both)(*twice(args)))
+
+    def summed(*args):
+        return jnp.mean(jax.vmap(function)(*twice(args)))
 
     variants = {
         "jit": both,
@@ -47,6 +54,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
         "scan": jax.value_and_grad(scanned),
         "cond": jax.value_and_grad(branched),
         "vmap": batched,
+        "the gradient of a sum over vmap": jax.value_and_grad(summed),
         "while_loop": lambda *args: (looped(*args), expected[1]),
     }
 

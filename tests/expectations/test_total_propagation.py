@@ -56,6 +56,34 @@ def test_one_node_by_hand(x64):
     np.testing.assert_allclose(to_x, (k * lr + (1 - k) * rp) * slope * theta / 6, rtol=1e-10)
 
 
+@pytest.mark.parametrize("weights", [WEIGHTS["suffix"], WEIGHTS["decoupled"]], ids=["suffix", "decoupled"])
+def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
+    # Under a sum, one after the other or mapped: what later nodes gathered is each copy's, with parameters mapped too.
+    node = ap.stochastic(ap.total_propagation(weights=weights))(lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.3))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        tape, x = node(tape, theta, x)
+        return tape.cost(x**2)
+
+    objective, keys, thetas = ap.expectation(program, 6), jax.random.split(KEY, 3), jnp.linspace(1.0, 3.0, 3)
+
+    def all_ways(theta, thetas):
+        gradient = lambda f, x: jax.grad(lambda x: jnp.sum(f(x)))(x)
+        of_shared = [
+            lambda x: jax.vmap(objective, (0, None))(keys, x),
+            lambda x: jax.lax.map(lambda k: objective(k, x), keys),
+        ]
+        of_mapped = [
+            lambda x: jax.vmap(objective)(keys, x),
+            lambda x: jax.lax.map(lambda kx: objective(*kx), (keys, x)),
+        ]
+        return [gradient(f, theta) for f in of_shared], [gradient(f, thetas) for f in of_mapped]
+
+    for mapped, looped in jax.jit(all_ways)(2.0, thetas):
+        np.testing.assert_allclose(mapped, looped, rtol=1e-10)
+
+
 def test_the_target_of_sample_is_the_parameters_that_vary_by_lane(x64):
     loc = np.linspace(-1.0, 1.0, 6)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from apgrad._ground.messages import Static
-from apgrad._ground.port import port
+from apgrad._ground.port import beside, port
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
@@ -68,7 +68,7 @@ def draw_by_mixer(
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        return (*output, gathered), NodeMemory(shared, lane, pull, Static(flags), seed, visit)
+        return (*output, beside(gathered, output)), NodeMemory(shared, lane, pull, Static(flags), seed, visit)
 
     def backward(memory, message):
         to_x, to_zeros, gathered = message
