@@ -104,4 +104,6 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 def describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
+    if isinstance(value, jax.Array):  # a tracer's name says nothing
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
     return f"{type(value).__name__}"

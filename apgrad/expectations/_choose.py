@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.messages import describe
 from apgrad._ground.warning import warn
 from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
@@ -75,8 +76,8 @@ def choose(
     """
     if isinstance(estimator, Estimator | Mixer):
         raise TypeError(
-            f"choose: {estimator.name} does not look at alternatives of a choice; use it as ap.stochastic("
-            f"{estimator.name}()) or ap.sample(tape, distribution, {estimator.name}()), and give the costs to the tape"
+            f"choose: {estimator.name} does not look at alternatives of a choice; give this estimator to "
+            "ap.stochastic(estimator) or ap.sample(tape, distribution, estimator), and the costs to the tape"
         )
     if not isinstance(estimator, ChoiceEstimator):
         raise TypeError(f"choose needs an estimator as ap.arm(), got {estimator!r}. Did you forget the parentheses?")
@@ -100,7 +101,7 @@ def choose(
 
     drawn = jax.eval_shape(lambda key: seen(distributions.sample(distribution, key)), key)
     form, program = _form(what, continuation, drawn, args)
-    x, cost = estimator.estimate(distribution, key, costs)
+    x, cost = _pair(what, estimator.estimate(distribution, key, costs))
     x = channels.drawn(tape, lax.stop_gradient(x))
     if estimator.relaxed:
         _warn_of_integers(what, program)
@@ -114,14 +115,24 @@ def choose(
     return channels.credit(tape, zero, name=what, **baselines.evaluate(baseline, None, (distribution,))), y
 
 
+def _pair(what, found):
+    pair = isinstance(found, tuple) and len(found) == 2
+    if not pair or not jnp.issubdtype(jnp.result_type(found[1]), jnp.floating):
+        got = f"({', '.join(map(describe, found))})" if pair else describe(found)
+        raise TypeError(
+            f"{what}: estimate must return (x, cost), the sample first, and a cost (lanes,) of floating point, as costs"
+            f"(xs) are; got {got}. Return them in this order."
+        )
+    return found
+
+
 def _form(what, continuation, drawn, args):
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), (drawn, *args))
 
     def pair(*inputs):
         found = continuation(*inputs)
         if not (isinstance(found, tuple) and len(found) == 2):
-            found = type(found).__name__
-            raise TypeError(f"{what}: the continuation must return (cost, y), y may be None, got {found}")
+            raise TypeError(f"{what}: the continuation must return (cost, y), y may be None, got {describe(found)}")
         return jnp.asarray(found[0]), found[1]
 
     program, (cost, y) = trace(pair, *lane)

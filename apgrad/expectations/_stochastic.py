@@ -13,7 +13,7 @@ from apgrad.expectations._lanes import require_batch, require_lanes
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
-from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, require_derivative, surrogate
 from apgrad.expectations.mixing._node import Charge, draw_batch_by_mixer, draw_by_mixer
 
 
@@ -184,8 +184,10 @@ def _parameters(function):
 def _require_estimator(what, estimator):
     if isinstance(estimator, ChoiceEstimator):
         raise TypeError(
-            f"{what}: {estimator.name} looks at a choice's alternatives, and needs what comes after the choice as a "
-            f"function: tape, y = ap.choose(tape, distribution, continuation, ap.{estimator.name}(...), *args)"
+            f"{what}: this estimator looks at a choice's alternatives, and needs what comes after the choice as a "
+            "function: tape, y = ap.choose(tape, distribution, continuation, estimator, *args), where the estimator is "
+            f"{estimator.name}"
         )
     if not isinstance(estimator, (Estimator, Mixer)):
         raise TypeError(f"{what} takes an estimator, got {estimator!r}. Did you forget the parentheses?")
+    require_derivative(what, estimator)

@@ -264,6 +264,9 @@ def test_estimators_of_one_kind_name_the_function_of_the_other():
             refused(TypeError, rf"ap\.choose\(.*{estimator.name}", use, estimator)
     for estimator, words in ((ap.likelihood_ratio(), r"ap\.sample"), (ap.enumeration, "forget the parentheses")):
         refused(TypeError, words, ap.choose, None, COIN, lambda x: (x, None), estimator)
+    own = ap.Estimator("mine", lambda d, key: d.sample(key)), ap.ChoiceEstimator("mine", lambda *_: None, lambda d: 1)
+    for use in (lambda: ap.choose(None, COIN, lambda x: (x, None), own[0]), lambda: ap.sample(None, COIN, own[1])):
+        assert "mine(" not in str(refused(TypeError, r", estimator.*mine|mine.*, estimator", use))
 
 
 @pytest.mark.quick
@@ -291,7 +294,7 @@ def test_wrong_arguments_are_errors():
     def run(continuation, *args):
         return ap.expectation(lambda tape: ap.choose(tape, COIN, continuation, ap.enumeration(), *args)[0], 4)(KEY)
 
-    refused(TypeError, r"must return \(cost, y\)", run, lambda x: x)
+    refused(TypeError, r"must return \(cost, y\).*got an array of shape \(\) and dtype int32", run, lambda x: x)
     refused(ValueError, "must be one real number", run, lambda x: (jnp.ones(2), x))
     words = r"expected the lanes as leading axis, .* are lanes, give .* lanes=3, and no"
     refused(ValueError, words, run, lambda x, a: (x, a), jnp.ones(3))
@@ -494,6 +497,23 @@ def test_an_estimator_of_a_user_claims_second_derivatives_or_refuses_them():
         second = lambda claim, p=program: jax.grad(ap.grad(functools.partial(p, claim=claim), lanes=2), argnums=1)
         refused(TypeError, r"mine has no second derivative.*every_order=True", jax.eval_shape, second(False), KEY, 0.3)
         jax.eval_shape(second(True), KEY, 0.3)
+
+
+@pytest.mark.quick
+def test_an_estimator_of_a_user_that_returns_something_else_is_refused():
+    def run(order):
+        def estimate(distribution, key, costs):
+            x = jnp.ones(distribution.batch_shape, int)
+            return order(x, costs(x[None])[0])
+
+        mine = ap.ChoiceEstimator("mine", estimate, lambda distribution: 1)
+        program = one_choice(mine, lambda lanes: COIN, lambda x: x)
+        return jax.eval_shape(ap.expectation(program, 4), KEY)
+
+    run(lambda x, cost: (x, cost))
+    words = r"mine\): estimate must return .*floating point.*got \(an array.*float32, an array.*int32\).*order"
+    refused(TypeError, words, run, lambda x, cost: (cost, x))
+    refused(TypeError, r"must return \(x, cost\).*got an array of shape \(4,\)", run, lambda x, cost: cost)
 
 
 def test_counts_in_an_array_are_enumerated_where_they_are_known():

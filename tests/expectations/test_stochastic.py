@@ -189,6 +189,13 @@ def test_calls_that_are_off_are_refused():
     refused(TypeError, "forget the parentheses", ap.stochastic, ap.likelihood_ratio)
     refused(TypeError, "forget the parentheses", ap.sample, None, normal, ap.reparameterization)
 
+    nothing = ap.Estimator("nothing")
+    for estimator in (nothing, ap.Mixer("two", (nothing, nothing), HALF)):
+        words = r"has neither pathwise nor score.*would be 0.*tape\.next_key"
+        refused(ValueError, words, ap.stochastic, estimator)
+        refused(ValueError, words, ap.sample, None, normal, estimator)
+    refused(ValueError, words, ap.variational.elbo, {"z": nothing})
+
     node = lambda in_axes: ap.stochastic(ap.reparameterization(), in_axes=in_axes)(lambda *args: normal)
     two = node((None, 0))
     refused(TypeError, "first argument is the tape, got", two, 1.0, jnp.ones(4))

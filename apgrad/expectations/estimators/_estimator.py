@@ -104,6 +104,15 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
     return x, claimed(estimator.score(distribution, seen))
 
 
+def require_derivative(what: str, estimator: Estimator | Mixer) -> None:
+    mixed = estimator.estimators if isinstance(estimator, Mixer) else (estimator,)
+    if all(each.pathwise is None and each.score is None for each in mixed):
+        raise ValueError(
+            f"{what}: {estimator.name} has neither pathwise nor score, so that its gradient would be 0 whatever the "
+            "cost. Give it one of them; noise without a gradient is drawn with the key of tape.next_key()."
+        )
+
+
 def once(name: str, x: Any) -> Any:
     """The same array; whoever differentiates it twice gets a `TypeError`. Integers have no derivative and pass."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):

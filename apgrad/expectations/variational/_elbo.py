@@ -41,7 +41,7 @@ from apgrad.expectations._programs.leading_axes import moved_axis
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import base
-from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, require_derivative, surrogate
 from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
 from apgrad.expectations.estimators._reparameterization import reparameterization
 
@@ -89,6 +89,7 @@ def elbo(
             raise TypeError(f"variational.elbo: {name} takes estimators as ap.likelihood_ratio(), {_unfit(estimator)}")
         if estimator is not None:
             baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
+            require_derivative(f"variational.elbo: {name}", estimator)
     return _ELBO(estimators, whole("the lanes of variational.elbo", lanes), default, sticking_the_landing)
 
 
