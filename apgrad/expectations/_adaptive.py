@@ -57,6 +57,8 @@ class AdaptiveState(NamedTuple):
     @property
     def guarded(self) -> jax.Array:
         """With `by_state`, whether the next call takes reparameterization alone, a Boolean scalar."""
+        if self.changes is None:
+            raise ValueError("only an ap.adaptive(..., by_state=True) has a guard, and this state is of one without")
         known = self.changes[:, :1] != NONE
         calls, ordered = jnp.sum(known), jnp.sort(jnp.where(known, self.changes, jnp.inf), axis=0)
         left = jnp.arange(len(self.changes)) < calls - calls // RARE

@@ -48,7 +48,8 @@ def clip_lanes(
       tape: the current tape.
       x: the lanes' state, a pytree with the lanes as leading axis. All of it is one message, whose length is taken; for
         a limit for each array call the function for each. Arrays that are not floating point pass.
-      factor: how many times the typical length a message may have, a positive number or scalar array. Infinity: any.
+      factor: how many times the typical length a message may have, a positive number or scalar array (a traced one that
+        is not positive makes messages NaN). Infinity: any.
         A factor below 1 shortens most messages at every call, so they decay along a rollout.
       parts: the second axis numbers parts of a lane that are independent of each other, as in `stochastic`; then each
         part's message is cut by itself, and the typical one is of all lanes and parts.
@@ -87,7 +88,8 @@ def clip_lanes(
         raise ValueError(f"{what}: with parts=True all arrays start with the same axes, {shape}")
     living = require_mask(what, jnp.ones(shape[:1], bool) if mask is None else mask, shape)
     living = jnp.broadcast_to(living, shape)
-    log_factor = jnp.log(lax.stop_gradient(jnp.asarray(factor, real_dtype(floats))))
+    factor = lax.stop_gradient(jnp.asarray(factor, real_dtype(floats)))
+    log_factor = jnp.where(factor > 0, jnp.log(factor), jnp.nan)
     counts = jnp.zeros(2) if counts is None else counts
     return tape._follow(), _clip(x, counts, living, log_factor, Static(tape._plan.folds)) if floats else x
 
@@ -111,7 +113,7 @@ def _backward(memory, message):
     mean = jnp.mean(length.reshape(counted.shape), 1, where=counted)
     limit = jnp.where(counted.any(1), log_factor + mean, jnp.inf)
     limit = jnp.broadcast_to(limit[:, None], counted.shape).reshape(shape)
-    cut = (usable & (length > limit)) | (infinite & (limit < jnp.inf))
+    cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # of a factor that is none: NaN
 
     def answer(m):
         if not is_inexact(m):

@@ -24,7 +24,7 @@ from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative
 from apgrad.expectations import _channels as channels, _distributions as distributions
-from apgrad.expectations._lanes import require_batch, require_lanes, require_mask
+from apgrad.expectations._lanes import over, require_batch, require_lanes, require_mask
 from apgrad.expectations._ledger import Ledger
 from apgrad.expectations._ports import STANDARDIZED
 from apgrad.expectations._tape import Tape, require_tape
@@ -100,6 +100,11 @@ def score(
         "ap.sample with reparameterization(), or wrap the value in jax.lax.stop_gradient if that is what you mean."
     )
     value, behaviour = refuse_derivative(value, reason), lax.stop_gradient(behaviour)
+    if mask is not None:
+        mask = jnp.broadcast_to(require_mask(what, mask, shape), shape)
+        if jnp.issubdtype(value.dtype, jnp.floating):  # what fills the place may be outside of the support: NaN times 0
+            inside = distributions.sample(distribution, jax.random.key(0)).astype(value.dtype)
+            value = jnp.where(over(mask, value.ndim), value, inside)
     distributions.require_density(what, distribution)
     with distributions.standard_promotion(), numpyro.validation_enabled(False):
         density = distributions.log_prob(distributions.once_at_kinks(what, distribution), value)
@@ -108,7 +113,6 @@ def score(
         zero = distributions.guarded(what, distribution, density)
     by_part, alive = channels.declare_parts(tape, value.shape, what, parts, True), None
     if mask is not None:
-        mask = jnp.broadcast_to(require_mask(what, mask, shape), shape)
         zero, ratio = jnp.where(mask, zero, 0), jnp.where(mask, ratio, 0)
         alive = jnp.any(mask, axis=tuple(range(1 + by_part, mask.ndim)))
     channels.declare(tape, what, "weighed")

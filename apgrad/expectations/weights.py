@@ -122,7 +122,8 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
       >>> weights.message.suffix, weights.contribution.suffix
       (False, True)
     """
-    rule = least_variance(shrinkage)
+    number("shrinkage", shrinkage)
+    rule = least_variance(float(shrinkage))
     return Weights(Weighting(rule), Weighting(rule, suffix=True))
 
 

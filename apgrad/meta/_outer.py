@@ -263,7 +263,8 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
 
     def estimate(theta, key, carry):
         loss, gradient, carry = outer.estimate(theta, key, carry)
-        return loss, rescaled(gradient, max_norm, shorten=True), carry
+        trained, fixed = partition(gradient)
+        return loss, with_zeros(rescaled(trained, max_norm, shorten=True), fixed), carry
 
     return OuterGradient(outer.init, estimate)
 

@@ -16,6 +16,7 @@ def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = 
     """Layers send their messages back through weights that learn with the layers' own updates.
 
     Train these, the rule's parameters, with the weights' optimizer, rate and decay. Without decay they stay apart.
+    So do those of layers that share a weight: each gets its own layer's part of the update.
 
     Args:
       key: the PRNG key of the first feedback weights, which are normal.

@@ -16,7 +16,7 @@ from apgrad.rewiring._rewire import Rule
 
 
 def surrogate_gradient(
-    where: Where = None, *, derivative: Callable[[jax.Array], jax.Array] | None = None, beta: float = 10.0
+    where: Where = None, *, derivative: Callable[[jax.Array], jax.Array] | None = None, beta: float | None = None
 ) -> Rule:
     """Functions of one array to one of its shape get a derivative of the user's choice.
 
@@ -24,7 +24,7 @@ def surrogate_gradient(
       where: which functions (others are a ValueError), see `ap.rewiring.Where`; `spike` and `heaviside` if not given.
         `jax.jit` around several operations makes them one site with the function's name; `(v > 0).astype` is no site.
       derivative: the elementwise derivative; the fast sigmoid's, `1 / (1 + beta * |v|)**2`, if not given.
-      beta: the steepness of the fast sigmoid, positive.
+      beta: the steepness of the fast sigmoid, positive, 10 if not given; beside a `derivative` of one's own an error.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -32,6 +32,11 @@ def surrogate_gradient(
       >>> [float(v) for v in jax.value_and_grad(spiking)(0.5, 2.0)]
       [1.0, 0.5]
     """
+    if derivative is not None and beta is not None:
+        raise ValueError(
+            f"beta={beta} is the fast sigmoid's, and derivative is another: put the number into the function"
+        )
+    beta = 10.0 if beta is None else beta
     number("beta", beta, positive=True)
     slope = derivative or (lambda v: (1 + beta * jnp.abs(v)) ** -2)
 

@@ -101,6 +101,16 @@ def test_no_length_overflows_or_vanishes(dtype, size, rtol):
         assert counts.tolist() == [1, 0] and got.all()
 
 
+def test_a_traced_factor_that_is_not_positive_is_seen():
+    def program(tape, x, factor):
+        tape, x = ap.clip_lanes(tape, x, factor)
+        return tape.cost(x * jnp.array([1.0, jnp.inf, *[2.0] * (LANES - 2)]))
+
+    back = jax.jit(ap.grad(program, LANES, check_nan=False))
+    for factor, seen in ((-1.0, True), (0.0, True), (1.0, False), (jnp.inf, False)):
+        assert np.isnan(back(KEY, jnp.zeros(LANES), factor)).all() == seen
+
+
 def test_a_fold_is_cut_by_its_own_lanes_alone():
     m = lognormal(LANES, 3)
     got, _ = sent_back(m, cross_fit=True)

@@ -132,6 +132,24 @@ def test_continuous_values_and_transformations():
     ap.testing.assert_transformable(lambda theta: objective(KEY, theta), theta, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "family", [dist.Gamma, dist.LogNormal, lambda a, b: dist.Gamma(a[:, None], [b, b]).to_event(1)]
+)
+def test_what_fills_a_masked_place_may_be_outside_of_the_support(family):
+    make, x = lambda a: family(a * jnp.ones(4), 1.0), jnp.array([1.0, 2.0, 0.5, 0.0])
+    x = x if make(1.0).event_shape == () else jnp.stack([x, x], 1)
+
+    def gradient(x, mask):
+        program = lambda tape, a: ap.score(tape, make(a), x, behaviour_log_prob=jnp.zeros(4), mask=mask).cost(
+            jnp.arange(4.0)
+        )
+        return ap.grad(program, 4)(KEY, 1.3)
+
+    mask = jnp.array([True, True, True, False])
+    filled, other = jax.jit(lambda: (gradient(x, mask), gradient(jnp.where(x == 0, 1.0, x), mask)))()
+    np.testing.assert_allclose(filled, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_logits_in_half_precision_are_scored_in_float32(dtype):
     logits, x = jnp.asarray(5 * THETA, dtype), jnp.array([0, 1, 2, 0])

@@ -154,6 +154,8 @@ def test_bounds_have_a_value_for_each_member_of_the_batch_and_refuse_other_shape
     refused(ValueError, "the samples of vimco must be an integer of at least 2", V.vimco, 1)
     coin = dist.Bernoulli(0.5)
     refused(TypeError, r"needs a pathwise derivative.*discrete", V.importance_weighted(2), KEY, coin, lambda z: z)
+    masked = dist.HalfNormal(1.0).mask(False)
+    refused(TypeError, "is not the density of its samples", V.importance_weighted(2), KEY, masked, lambda z: -z)
 
 
 # A mixture with two plates: a global location, a discrete class of each datum, and a shift of each datum.

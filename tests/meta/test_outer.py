@@ -257,7 +257,7 @@ def test_a_fixed_integer_is_no_part_of_what_is_trained():
     problem = LINE._replace(step=lambda th, s: (s, th["rate"] * th["n"][...].astype(jnp.float32)))
     problem = problem._replace(final=lambda th, s: 0 * th["rate"])
     theta = {"rate": jnp.float32(1.0), "n": nnx.Variable(jnp.ones((), int))}
-    for make in ALL.values():
+    for make in (*ALL.values(), lambda problem: meta.clipped(meta.reverse_mode(problem))):
         _, gradient, _ = jax.eval_shape(functools.partial(first, make(problem)), theta, jax.random.key(0))
         assert jax.tree.structure(gradient) == jax.tree.structure(theta)
 

@@ -236,6 +236,7 @@ def test_options_are_finite_numbers():
     for make in (r.feedback_alignment, r.direct_feedback_alignment, r.kolen_pollack):
         refused(TypeError, f"the key of {make.__name__} is one PRNG key", make, 3)
     refused(ValueError, "must be an integer", r.predictive_coding, "x", steps=2.5)
+    refused(ValueError, "beta=3.0 is the fast sigmoid's", r.surrogate_gradient, "x", derivative=jnp.abs, beta=3.0)
     refused(TypeError, r"first_of takes a rule .*, got function. Call it", r.first_of, r.sign_symmetry)
     assert jax.jit(lambda s: jax.grad(ap.rewire(jnp.sin, r.gradient_reversal("sin", strength=s)))(0.0))(2.0) == -2
 

@@ -37,6 +37,7 @@ def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
 
 
 def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> jax.Array:
+    distributions.require_density(what, proposal)
     joint = log_joint(z)
     with distributions.standard_promotion():
         density = jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
