@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import whole
 from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
+from apgrad._programs.jaxprs import has_own_rule, trace
 from apgrad.mplp import _paths as paths
 from apgrad.mplp._learned import require_signals
 
@@ -34,12 +35,10 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
     entered, _ = paths.enter(paths.WIRE, signals)
     values, ports = tuple(s.value for s in entered), [s.port for s in entered]
     push = lambda *tangents: jax.jvp(function, values, tangents)[1]
-    try:
-        output = Signal(function(*values), jax.vmap(push, in_axes=-1, out_axes=-1)(*ports))
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
+    if has_own_rule(trace(function, *values)[0]):
         output = _reverse(function)(*entered)
+    else:
+        output = Signal(function(*values), jax.vmap(push, in_axes=-1, out_axes=-1)(*ports))
     return paths.leave(paths.WIRE, output)
 
 

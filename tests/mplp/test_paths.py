@@ -18,6 +18,9 @@ BATCH = jnp.arange(12.0).reshape(4, 3) / 10, jnp.ones((4, 3))
 RULE = mplp.Exact(0.1)
 sine = jax.custom_vjp(jnp.sin)
 sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, m: (jnp.cos(x) * m,))
+first_order = ap.node(ap.first_order(ap.backpropagation(jnp.tanh), "no second derivative"))
+lean = ap.randomize(jax.nn.softmax, ap.memory.rounding(bits=4), min_size=0)
+rewired = ap.rewire(lambda x: jnp.tanh(jnp.sin(x)), ap.rewiring.skip(where="tanh"))
 
 
 def tanh_with_messages(signal):
@@ -123,7 +126,10 @@ RIGHT = {
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
     "shard_map": lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], s, w)),
+    "wire": lambda n: n.loss(mplp.wire(jnp.tanh, n.dense())),
     "wire of a custom_vjp": lambda n: n.loss(mplp.wire(sine, n.dense())),
+    "wire of a node of first order": lambda n: n.loss(mplp.wire(jax.jit(first_order), n.dense())),
+    "wire of other rules": lambda n: n.loss(mplp.wire(lambda x: rewired(lean(jax.random.key(0), x)), n.dense())),
 }
 
 
@@ -152,6 +158,7 @@ def test_what_goes_with_its_messages_is_right():
 
     found, expected = both(P)
     close(found, expected, rtol=1e-5, atol=1e-7)
+    close(found["wire of a node of first order"], found["wire"], rtol=1e-5, atol=1e-7)
     assert all(jnp.any(made["w"] != 0) for made in found.values())
 
 
