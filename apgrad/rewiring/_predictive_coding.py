@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.propagator import Propagator
+from apgrad._programs import jaxprs
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule, rewire
@@ -39,7 +40,8 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       rate: the learning rate of this descent, positive.
 
     Raises:
-      ValueError: at trace time, if the output is no scalar, or a hidden value is in a `scan` or is several arrays.
+      ValueError: at trace time, if the output is no scalar, a hidden value is in a `scan` or is several arrays, or
+        there are fewer steps than hidden values in a row.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -64,6 +66,12 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
         def infer(*inputs):
             # The prediction rule sends predictions where a derivative with respect to zeros would be.
             first = jax.grad(predictions)(predictions.init(*inputs), *inputs)
+            plan = predictions._plan(inputs)[0]
+            if steps < (row := max(_in_a_row(plan, [0] * len(plan.jaxpr.invars)))):
+                raise ValueError(
+                    f"predictive coding has {row} hidden values in a row, and {steps=}: an error passes one of them in "
+                    f"a step, so the first ones would not learn all, or nothing. Give steps={row} at least."
+                )
             down = lambda z, g: z - rate * jnp.conj(g)
             step = lambda _, z: jax.tree.map(down, z, jax.grad(with_values)(z, *inputs))
             return jax.lax.fori_loop(0, steps, step, first)
@@ -79,6 +87,17 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
         return Propagator(lambda *inputs: (site.function(*inputs), inputs), backward)
 
     return Rule(lambda site: site.kind == "function", at)
+
+
+def _in_a_row(plan: jaxprs.Program, before: list[int]) -> list[int]:
+    """How many sites are on the longest way to each output of a plan, given how many are before its inputs."""
+
+    def apply(step, before):
+        inside = [_in_a_row(p, before[len(before) - len(p.jaxpr.invars) :]) for p in step.plans]
+        here = [max(before, default=0) + (step.site is not None)] * len(step.outvars)
+        return map(max, *inside, inside[0]) if inside else here
+
+    return jaxprs.evaluate(plan, before, apply, lambda constant: 0)
 
 
 def _zeros(site: ProgramSite) -> jax.Array:

@@ -158,8 +158,10 @@ def _collect(program: jaxprs.Program, inputs: Any, here: set[str]) -> tuple[list
             outputs, found = _inside(eqn, inside, values, here)
         if both := sorted(seen.keys() & found.keys()):
             raise ValueError(
-                f"two messages passed the tap {both[0]!r}: the place stands twice in the program (a loop in Python, a "
-                "layer used twice, a second derivative). Give each place a name of its own."
+                f"two messages passed the tap {both[0]!r}: either the place stands twice in the program (a loop in "
+                "Python, a layer used twice, a second derivative); then give each place a name of its own. Or a rule "
+                "of ap.rewire around it sends several messages through one place, as the inference of predictive "
+                "coding does, and none of them is the message: there compare the gradients."
             )
         seen.update(found)
         return outputs

@@ -471,7 +471,7 @@ def after_inference(ws, x, target, steps, rate):
     return jax.grad(energy, argnums=(1, 2, 3))(values, ws, x, target)
 
 
-@pytest.mark.parametrize("steps, rate, factor", [(1, 0.1, 1), (7, 0.3, 1), (5, 0.2, 1 + 0.4j)])
+@pytest.mark.parametrize("steps, rate, factor", [(2, 0.1, 1), (7, 0.3, 1), (5, 0.2, 1 + 0.4j)])
 def test_gradients_of_the_energy_after_inference(steps, rate, factor):
     rewired = ap.rewire(squared_error, ap.rewiring.predictive_coding("tanh", steps=steps, rate=rate))
 
@@ -553,6 +553,14 @@ def test_what_it_cannot_take_is_an_error():
         (lambda ws, x, t: jnp.sum(x @ ws[0]), "no site by the name 'tanh'"),
     ):
         refused(ValueError, words, jax.grad(ap.rewire(function, rule)), SMALL, X, TARGET)
+    beside = lambda ws, x, t: jnp.sum(jnp.tanh(x @ ws[0])) + jax.jit(lambda w: jnp.sum(jnp.tanh(w)))(ws[0])
+    branch = lambda ws, x, t: jax.lax.cond(jnp.sum(x) > 0, lambda: beside(ws, x, t), lambda: squared_error(ws, x, t))
+    for function, row in (squared_error, 2), (beside, 1), (branch, 2):
+        few = lambda steps, f=function: jax.grad(ap.rewire(f, ap.rewiring.predictive_coding("tanh", steps=steps)))
+        if row > 1:
+            words = rf"has {row} hidden values in a row, and steps=1.*Give steps={row}"
+            refused(ValueError, words, jax.eval_shape, few(1), SMALL, X, TARGET)
+        jax.eval_shape(few(row), SMALL, X, TARGET)
     with pytest.raises(TypeError, match="closes over an array that is differentiated"):
         jax.grad(lambda s: ap.rewire(lambda ws, x: s * squared_error(ws, x, TARGET), rule)(SMALL, X))(1.0)
     for options, words in (({"steps": 0}, "must be an integer"), ({"rate": 0.0}, "above 0")):

@@ -214,6 +214,9 @@ def opaque(x):
 opaque.defvjp(lambda x: (opaque(x), x), lambda x, m: (m * x,))
 
 
+coded = ap.rewire(lambda x: ap.tap(jnp.tanh(x), "h") ** 2, ap.rewiring.predictive_coding("tanh", steps=1))
+
+
 def unused(x):
     def step(c, _):
         ap.tap(2 * c, "unused")
@@ -232,6 +235,7 @@ def unused(x):
         (jax.grad(opaque), "no message passed the tap 'inside'"),
         (jax.grad(unused), "no message passed the tap 'unused'"),
         (jax.grad(lambda x: ap.tap(ap.tap(x, "d") * 2, "d")), "two messages passed the tap 'd'"),
+        (jax.grad(coded), "two messages passed the tap 'h'.*several messages through one place.*compare the gradients"),
         (jax.grad(jax.grad(lambda x: ap.tap(x**3, "e") ** 2)), "two messages passed the tap 'e'"),
         (
             lambda x: jax.lax.while_loop(lambda x: x < 3, lambda x: x + jax.grad(lambda x: ap.tap(x, "f"))(x), x),
