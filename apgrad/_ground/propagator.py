@@ -94,7 +94,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
             largest, everything = memory, jax.tree.map(lambda _: True, inputs)
             some = zip(jax.tree.leaves(flags), jax.tree.leaves(inputs), strict=True)
             if not residuals.traced_once and any(is_inexact(x) and not p for p, x in some):
-                largest = jax.eval_shape(lambda inputs: forward(inputs, everything)[1], inputs)
+                try:
+                    largest = jax.eval_shape(lambda inputs: forward(inputs, everything)[1], inputs)
+                except Exception as error:  # of an input that has no derivative, and that nobody differentiates
+                    residuals.require_equal(memory, error)
             residual = residuals.packed(residual, len(jax.tree.leaves(largest)))
         return output, residual
 
@@ -129,6 +132,7 @@ class _Residuals:
     def __init__(self):
         self.structures: list[Any] = []
         self.traced_once = False
+        self.counts: int | None = None
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -144,6 +148,13 @@ class _Residuals:
             self.structures.append(structure)
         number = jnp.zeros((0, self.structures.index(structure)))
         return number, leaves, [jnp.zeros(0)] * (size - len(leaves))
+
+    def require_equal(self, memory: Any, error: Exception) -> None:
+        """Where the most arrays are not known, all structures have as many."""
+        count = len(jax.tree.leaves(memory))
+        if self.counts not in (None, count):
+            raise error
+        self.counts = count
 
     def unpacked(self, packed: Any) -> Any:
         number, *leaves = jax.tree.leaves(packed)

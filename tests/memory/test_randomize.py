@@ -249,6 +249,28 @@ def test_a_sampler_of_ones_own_is_used_everywhere_unless_it_keeps_a_fraction():
     assert np.abs(some - exact).max() > 1e-3
 
 
+def test_data_that_nobody_differentiates_may_go_through_what_has_no_derivative():
+    # In a scan or a checkpointed block, inside and around: through a while_loop, and through messages that are clipped.
+    halved = lambda x: jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 0.5, lambda x: x / 2, x)
+    clipped = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (jnp.clip(m, -1, 1),)))
+    w, x = normal(1, 4, 4) / 2, normal(2, 4, 4)
+
+    def ways(of):
+        loss = lambda w, x: jnp.sum(jnp.tanh(of(x) @ w) ** 2)
+        rows = lambda f: lambda w, x: jax.lax.scan(lambda c, r: (c + f(w, r[None]), None), 0.0, x)[0]
+        random = lambda f: lambda *args: ap.randomize(f, R.rounding(32), min_size=0)(KEY, *args)
+        for around in (rows, jax.checkpoint):
+            yield around(loss), (random(around(loss)), around(random(loss)))
+
+    def all_of_them(w, x):
+        pairs = [pair for of in (halved, clipped) for pair in ways(of)]
+        return [(jax.grad(plain)(w, x), [jax.grad(f)(w, x) for f in mine]) for plain, mine in pairs]
+
+    for wanted, found in jax.jit(all_of_them)(w, x):
+        for gradient in found:
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_small_near_the_loss_is_exact():
     # A confident network's messages are small, p - y; with p rounded they would be noise.
     params, x = [normal(i, 32, n) for i, n in enumerate((32, 32, 2))], normal(9, 64, 32)
