@@ -223,7 +223,7 @@ def _require_linear(pullback: Callable[..., Any], outputs: Sequence[Any], where:
         try:
             return transposed(tuple(tangents))[0]
         except (NotImplementedError, AssertionError, TypeError, ValueError, jax.errors.UnexpectedTracerError) as error:
-            raise TypeError(message.format(f"JAX cannot transpose it: {type(error).__name__} {error}")) from error
+            raise TypeError(message.format("or cannot be seen to be: JAX cannot transpose it")) from error
 
     return tangent_map
 
