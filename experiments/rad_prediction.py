@@ -2,7 +2,7 @@
 
 A layer is linear in its kernel: G = sum_i x_i a_i, over the entries x_i of its input, with a_i the derivative of G by
 x_i: messages delta, each in its place of the kernel. A random memory puts x_i + e_i for x_i, with E e_i = 0 and
-variances v_i that `Sampler.variance` knows. If errors of different entries are independent, or their a_i orthogonal,
+variances v_i, which samplers give by `variance`. If the errors are independent, or their a_i orthogonal,
 
     E |G^ - G|^2 = sum_i v_i |a_i|^2 = the sum over the kernel of the kernel's gradient at x := v, delta := delta^2,
 

@@ -91,9 +91,6 @@ class Packing:
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         return self.unpack(memory, jax.ShapeDtypeStruct(like.shape, like.dtype))
 
-    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        raise TypeError("the variance of a packing of one's own is not known: estimate it from draws")
-
 
 def packing(pack: Callable[..., Any], unpack: Callable[..., Any], *, biased: bool = False) -> Packing:
     """A sampler of two functions of one's own: hooks on what the reverse pass of an unchanged function remembers.

@@ -5,7 +5,8 @@ others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams, "Ra
 ICLR 2021, section 3.2). `keep` draws the memory; `restore` makes the estimate, drawing indices again from the same key.
 
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
-channels at a position of an image do. With k of d entries kept, the variance of an element x_i:
+channels at a position of an image do. With k of d entries kept, the variance of an element x_i, as the method
+`variance` gives it, is:
 
 * different sample, k indices for each example, or same sample, one set for all, entries times d/k: (d-1)/k x_i^2, or
   (d-k)/k x_i^2 without replacement;
@@ -63,21 +64,12 @@ class Sampler(Protocol):
         """
         ...
 
-    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """The exact variance of each element of the estimate, in the shape of the array, in float32 or float64.
-
-        Args:
-          x: as in `keep`.
-          axis: the sampled axis.
-        """
-        ...
-
 
 def require_sampler(what: str, sampler: Any) -> Any:
     if isinstance(sampler, type) or sampler in FACTORIES:
         raise TypeError(f"{what} is {sampler.__name__} itself: call it, as in ap.memory.rounding(bits=4)")
     if sampler is not None and not isinstance(sampler, Sampler):
-        raise TypeError(f"{what} has keep, restore and variance, or is None, or chooses such ones; got {sampler!r}")
+        raise TypeError(f"{what} has keep and restore, or is None, or chooses such ones; got {sampler!r}")
     try:
         hash(sampler)
     except TypeError as error:

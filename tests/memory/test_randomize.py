@@ -235,9 +235,6 @@ def test_a_sampler_of_ones_own_is_used_everywhere_unless_it_keeps_a_fraction():
         def restore(self, key, memory, like, axis=-1):
             return memory
 
-        def variance(self, x, axis=-1):
-            return jnp.zeros_like(x)
-
     @dataclasses.dataclass(frozen=True)
     class Fraction(Whole):
         fraction: float = 1.0

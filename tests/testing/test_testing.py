@@ -355,9 +355,6 @@ class Coin:
     def restore(self, key, memory, like, axis=-1):
         return memory
 
-    def variance(self, x, axis=-1):
-        return x**2
-
 
 @pytest.mark.filterwarnings("ignore:nothing is sampled")
 @pytest.mark.parametrize("min_size, words", [(512, "FAIL  keys        the same"), (0, "FAIL  bias        biased")])
