@@ -60,9 +60,11 @@ def multilevel(
     *,
     window: float = 20.0,
 ) -> Adaptive:
-    """Gradients for training, as nearly unbiased as their noise allows: levels of clipping, weighed by what repeats.
+    """Gradients for training, less biased than clipped ones: levels of clipping, weighed by what repeats.
 
     A call evaluates the program once, and its reverse pass once for each level. The state is a `MultilevelState`.
+    If the gradient of the first level explodes, as where all lanes explode alike, the sum is worse than that level
+    alone: take `likelihood_ratio` or `total_propagation`.
 
     Args:
       value_and_grad: `(key, *args, level) -> (value, gradient)`, as `ap.value_and_grad` of a program whose last

@@ -14,7 +14,8 @@ from apgrad.rewiring._rewire import Rule
 def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights, the rule's parameters, which get no update.
 
-    The first layer has feedback weights too, whose message goes to the data, where nobody learns. Example: `ap.rewire`.
+    The first layer has feedback weights too, which change nothing, as their message goes to the data.
+    Example: `ap.rewire`.
 
     Args:
       key: the PRNG key of the random weights, which are normal.

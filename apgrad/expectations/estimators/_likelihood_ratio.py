@@ -17,9 +17,10 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     """The likelihood-ratio estimator.
 
     Args:
-      baseline: `"leave_one_out"`, None, a function of the node's inputs (as for `Estimator`), or
-        `learned_baseline(function)`. Without a baseline the variance is often tens of times higher. `"standardized"`,
-        GRPO's, is biased: the cost less the mean over all lanes, over their standard deviation.
+      baseline: `"leave_one_out"`, None, `learned_baseline(function)`, or a function that looks at nothing that the
+        choice decides: in `stochastic` `(*arguments of one lane) -> scalar`, in `sample` `(distribution) -> (lanes,)`.
+        Without a baseline the variance is often tens of times higher. `"standardized"`, GRPO's, is biased: the cost
+        less the mean over all lanes, over their standard deviation.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.

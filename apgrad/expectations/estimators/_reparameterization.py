@@ -5,7 +5,8 @@ For x = T(theta, e) with noise e whose law does not depend on theta,
     d/dtheta E[f(x)] = E[f'(x) dT/dtheta]
 
 (Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp): backpropagation through T, right to
-any order. Its variance grows with the product of the Jacobians after the node, so it explodes in chaotic systems.
+any order for smooth f. Its variance grows with the product of the Jacobians after the node, so it explodes in chaotic
+systems.
 """
 
 import functools
@@ -18,7 +19,8 @@ def reparameterization() -> Estimator:
     """The pathwise estimator, for distributions with `rsample` and continuous univariate ones with a `cdf` (mixtures).
 
     JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise
-    JAX's error (about a `while_loop`, or a missing differentiation rule).
+    JAX's error (about a `while_loop`, or a missing differentiation rule). They need costs whose first derivative is
+    continuous: a ReLU's second derivative is 0 to JAX.
 
     Raises:
       TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.
@@ -32,5 +34,6 @@ def reparameterization() -> Estimator:
       5.0
     """
     pathwise = functools.partial(distributions.pathwise_sample, "reparameterization")
-    assumptions = "Costs are continuous in the sample, and differentiable almost everywhere."
+    assumptions = "Costs are continuous in the sample and differentiable almost everywhere; "
+    assumptions += "for a second derivative their first one is, too."
     return Estimator("reparameterization", pathwise, bias="none", assumptions=assumptions, every_order=True)
