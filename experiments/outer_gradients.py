@@ -94,7 +94,7 @@ def sampler(name: str, length: int, sigma: float) -> Callable[[jax.Array, jax.Ar
     """`(theta, keys) -> samples of a derivative`, jitted: an estimator's estimates or a reference's samples."""
     p, batch = problem(length), 10_000
     if name == "reference, noise":
-        one, batch = meta.perturbed(p, sigma=sigma, unrolls=LANES, estimator=ap.likelihood_ratio), 1000
+        one, batch = meta.perturbed(p, sigma=sigma, unrolls=LANES, estimator=ap.likelihood_ratio()), 1000
     elif name == "reference, by segment":
         # One theta for each segment; the derivative is with all of them.
         def step(thetas, state):

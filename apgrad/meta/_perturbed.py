@@ -6,7 +6,6 @@ explodes where the recurrence is chaotic, and by the likelihood ratio, whose var
 (Parmas et al., 2018) mixes them at every step by their variance over perturbed unrolls of the same task.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -24,17 +23,12 @@ from apgrad.meta._outer import OuterGradient, of_loss
 from apgrad.meta._unroll import Problem, final, step
 
 
-def published() -> Mixer:
-    """Total propagation with the published weights: in chaos a few unrolls say too little for any others."""
-    return total_propagation(weights=inverse_variance())
-
-
 def perturbed(
     problem: Problem,
     *,
     sigma: float = 0.01,
     unrolls: int = 16,
-    estimator: Callable[[], Estimator | Mixer] = published,
+    estimator: Estimator | Mixer | None = None,
     cross_fit: bool = False,
 ) -> OuterGradient:
     """The gradient over perturbed unrolls of one task.
@@ -43,7 +37,7 @@ def perturbed(
       problem: the recurrence; `problem.perturb` says which part of the state gets noise. That part is floating point.
       sigma: standard deviation of the noise.
       unrolls: number of perturbed unrolls of the task, the lanes over which total propagation takes variances.
-      estimator: makes the estimator of the noise; total propagation with the published weights if not given. By the
+      estimator: how the noise is differentiated; total propagation with the published weights if not given. By the
         default ones of `ap.total_propagation` one of a few chaotic unrolls may take all the weight.
       cross_fit: whether each half of the unrolls is weighed by the other half, which is unbiased however few there are.
 
@@ -56,6 +50,7 @@ def perturbed(
     number("sigma", sigma, positive=True)
     whole("unrolls", unrolls)
     take, put = problem.perturb
+    noisy = stochastic(total_propagation(weights=inverse_variance()) if estimator is None else estimator)
 
     def loss(theta, key):
         task, noise = jax.random.split(key)
@@ -72,7 +67,7 @@ def perturbed(
                     )
             _, unravel = ravel_pytree(take(begin))
 
-            @stochastic(estimator())
+            @noisy
             def perturb(theta, state):
                 moved, _ = problem.step(theta, state)
                 mean, _ = ravel_pytree(take(moved))

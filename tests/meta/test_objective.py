@@ -150,7 +150,7 @@ def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_l
     options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
     problem, theta, key, loss = setting(options)
     problem = problem._replace(init=lambda theta, _: setting(options)[0].init(theta, key))
-    outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization)
+    outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization())
     value, gradient, _ = jax.jit(outer)(theta, jax.random.key(0))
     np.testing.assert_allclose(value, loss(theta), rtol=1e-6)
     direction = jax.tree.map(jnp.ones_like, theta)

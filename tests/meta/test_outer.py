@@ -144,7 +144,7 @@ def test_a_few_chaotic_unrolls_vary_no_more_than_by_the_likelihood_ratio():
         outer = meta.perturbed(problem, sigma=0.03, unrolls=16, **options)
         return jnp.var(jax.lax.map(lambda key: outer(jnp.float32(0.9), key)[1], keys))
 
-    mixed, ratio = jax.jit(lambda: (variance(), variance(estimator=ap.likelihood_ratio)))()
+    mixed, ratio = jax.jit(lambda: (variance(), variance(estimator=ap.likelihood_ratio())))()
     assert mixed < 1.5 * ratio
 
 
