@@ -1,6 +1,7 @@
 """What users give: arguments by their numbers, anything else by a name, and numbers that JAX may have traced."""
 
 import difflib
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -58,6 +59,19 @@ def bounds(what: str, value: Any) -> None:
         good = False
     if not good:
         raise ValueError(f"{what} must be two finite numbers, the lowest and the highest, got {value!r}")
+
+
+def require_call(what: str, function: Callable[..., Any], names: Sequence[str], hint: str = "") -> None:
+    """Refuses a function that does not take so many arguments by position; one without a signature passes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        called = f"{what} is called with ({', '.join(names)})"
+        raise TypeError(f"{called}, and it takes {signature}: {error}. Let it take these{hint}.") from None
 
 
 def per_axis(name: str, sizes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

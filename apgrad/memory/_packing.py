@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import require_call
 from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, uniform, wide
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -110,4 +111,7 @@ def packing(pack: Callable[..., Any], unpack: Callable[..., Any], *, biased: boo
     """
     if not (callable(pack) and callable(unpack)):
         raise TypeError(f"packing takes two functions, got {pack!r} and {unpack!r}")
+    hint = "" if biased else "; with biased=True it gets x alone"
+    require_call("pack of packing", pack, ("x",) if biased else ("key", "x"), hint)
+    require_call("unpack of packing", unpack, ("memory", "like"))
     return Packing(pack, unpack, biased)

@@ -90,9 +90,7 @@ def learned_node(
         local = Local(values, weights, data, arrived, cotangent * batch, lambda c: pullback(c)[0])
         answers = []
         for (_, site), (rule, state), question in zip(sites, asked, ask(local), strict=True):
-            answer = rule(site, question, state)
-            check_answer(site, answer, message_size, state)
-            answers.append(answer)
+            answers.append(check_answer(site, rule(site, question, state), message_size, state, widest))
         # Where no message arrives, nothing changes.
         active = jnp.any(arrived != 0)
         only = lambda tree: jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), tree)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import nearest
-from apgrad._ground.messages import form_of
+from apgrad._ground.messages import describe, form_of
 from apgrad._ground.port import Signal, port, refuse_arithmetic
 from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 
@@ -79,6 +79,12 @@ class Places:
     """
 
     def __init__(self, rule: LearnedRule | None = None, state: Any = None, ports: Any = None, *, forward: bool = False):
+        missing = [n for n in ("message_size", "init", "at") if rule is not None and not hasattr(rule, n)]
+        if missing:
+            raise TypeError(
+                "a learned rule has message_size, init(site) and at(site) (mplp.LearnedRule), and "
+                f"{type(rule).__name__} has no {' and no '.join(missing)}. An init without a state returns ()."
+            )
         self.rule, self.state, self.ports, self.forward = rule, state, ports, forward
         self.sites: dict[str, Site] = {}
         self.functions: list[Any] = []
@@ -137,18 +143,29 @@ class Places:
         if rule is None or self.forward:
             return None
         fresh = jax.eval_shape(lambda: rule.init(site))
+        local = rule.at(site)
+        if not callable(local) or any(map(callable, jax.tree.leaves(local))):
+            raise TypeError(
+                f"at {_describe(site)}, the rule's at must return a pytree of arrays that is called, got {local!r}. "
+                "Make one of a function, jax.tree_util.Partial(function, *arrays)."
+            )
         if self.state is None:
-            return OpenPlace(rule.at(site), rule.init(site), port(fresh), jnp.zeros(()))
+            return OpenPlace(local, rule.init(site), port(fresh), jnp.zeros(()))
         if name not in self.state:
             raise ValueError(
                 f"the network uses the place {name!r}, of which the state has nothing; {nearest(name, self.state)} "
                 "Make the state for this network: mplp.init_state(rule, network, params, batch)."
             )
         _check_state(site, fresh, self.state[name])
-        return OpenPlace(rule.at(site), self.state[name], *self.ports[name])
+        return OpenPlace(local, self.state[name], *self.ports[name])
 
 
-def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:
+def check_answer(site: Site, answer: Any, message_size: int, state: Any, dtype: Any) -> Answer:
+    if not isinstance(answer, Answer):
+        raise TypeError(
+            f"at {_describe(site)}, a rule answers with an mplp.Answer(message, update, bias, state), got "
+            f"{describe(answer)}. Parts that a node does not have are left out."
+        )
     if site.family == "shared":
         wanted = {"message": None, "update": site.shape, "bias": None}
     elif site.family == "dense":
@@ -159,10 +176,12 @@ def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> N
         wanted = {"message": (*site.shape, message_size), "update": update, "bias": None}
     for field, want in wanted.items():
         got = getattr(answer, field)
+        answer = answer if got is None else answer._replace(**{field: got.astype(dtype)})
         if (None if got is None else got.shape) != want:
             got = "none" if got is None else f"shape {got.shape}"
             raise ValueError(f"at {_describe(site)}, the rule's {field} must have shape {want}, got {got}")
     _check_state(site, state, answer.state, "the rule's new state")
+    return answer
 
 
 def _check_state(site: Site, wanted: Any, got: Any, what: str = "the state") -> None:

@@ -116,7 +116,7 @@ class Shared(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rule answers. Arrays have the question's dtype.
+    """What a rule answers. Message, update and bias are converted to the question's dtype.
 
     Attributes:
       message: to the input, of its shape and then k components; for a dense node (rows, N, k); None without an input.

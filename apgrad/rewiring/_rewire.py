@@ -100,8 +100,10 @@ def require_rule(who: str, rule: Any) -> None:
     if not isinstance(rule, Rule):
         hint = ". Call it: a rule is what it returns" if callable(rule) else ""
         raise TypeError(f"{who} takes a rule (ap.rewiring.Rule), got {describe(rule)}{hint}")
-    if not callable(rule.where) or not callable(rule.at):
-        raise TypeError(f"where and at of a rule are functions of a site, got {rule.where!r} and {rule.at!r}")
+    for name in ("where", "at"):
+        if not callable(found := getattr(rule, name)):
+            hint = f"; for sites with a label give lambda site: site.label == {found!r}" if name == "where" else ""
+            raise TypeError(f"where and at of a rule are functions of a site, got {name}={found!r}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +295,13 @@ _join = node(Propagator(lambda output, port: (output, None), lambda _, message: 
 def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
 
     def forward(key, params, *inputs):
-        output, memory = rule.at(site._replace(key=key), params).forward(*inputs)
+        propagator = rule.at(site._replace(key=key), params)
+        if not isinstance(propagator, Propagator):
+            raise TypeError(
+                f"the rule's at must return an ap.Propagator(forward, backward), got {describe(propagator)} at the "
+                f"site {site}. A function f with its usual way back is ap.backpropagation(f)."
+            )
+        output, memory = propagator.forward(*inputs)
         got, wanted = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), t) for t in (output, site.output))
         if got != wanted:
             raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")

@@ -196,6 +196,12 @@ def test_calls_that_are_off_are_refused():
         refused(ValueError, words, ap.sample, None, normal, estimator)
     refused(ValueError, words, ap.variational.elbo, {"z": nothing})
 
+    for baseline in (lambda: 0.0, ap.learned_baseline(lambda a, b, c: 0.0)):
+        estimator = ap.likelihood_ratio(baseline)
+        words = r"function of a baseline is called with \((distribution|argument 0)\), and it takes \((a, b, c)?\): "
+        refused_program(words, lambda tape, e=estimator: ap.sample(tape, normal, e), raised=TypeError)
+        refused_program(words, ap.stochastic(estimator)(unit_normal), 1.0, raised=TypeError)
+
     node = lambda in_axes: ap.stochastic(ap.reparameterization(), in_axes=in_axes)(lambda *args: normal)
     two = node((None, 0))
     refused(TypeError, "first argument is the tape, got", two, 1.0, jnp.ones(4))

@@ -401,6 +401,46 @@ def test_a_network_or_an_answer_that_does_not_fit_is_refused():
     refused(TypeError, words, backward(right, network), integers, {}, batch)
 
 
+def test_a_rule_of_a_user_that_is_none_is_refused():
+    network, params, batch, _ = squared()
+    state = dict.fromkeys(("first", "act", "second", "loss"), ())
+    answers = lambda found: lambda site: jax.tree_util.Partial(lambda site, question, state: found)
+    for at, words in (
+        (answers(None), r"'first' .*an mplp\.Answer\(message, update, bias, state\), got NoneType"),
+        (answers((1, 2)), "got a tuple of 2"),
+        (lambda site: lambda *question: None, r"'first' .*pytree of arrays that is called, got <function.*Partial"),
+        (lambda site: None, "pytree of arrays that is called, got None"),
+    ):
+        wrong = type("Wrong", (mplp.Exact,), {"at": lambda self, site, at=at: at(site)})(0.1)
+        refused(TypeError, words, backward(wrong, network), params, state, batch)
+
+    class Without(nnx.Module):
+        message_size = 1
+
+    refused(TypeError, "and Without has no init and no at", mplp.init_state, Without(), network, params, batch)
+
+
+def test_an_answer_of_another_dtype_is_converted_before_it_is_summed():
+    class Half(mplp.Exact):
+        def at(self, site):
+            return jax.tree_util.Partial(self.answer, super().at(site))
+
+        @staticmethod
+        def answer(local, site, question, state):
+            half = lambda x: x.astype(jnp.float16)
+            return jax.tree.map(half, local(site, question, state))
+
+    def network(at, p, x):
+        h = mplp.bias(at["bias"], mplp.conv(at["conv"], at.signal(x), p["w"]), p["b"])
+        return mplp.squared_error(at["loss"], h, 0 * x)
+
+    params, x = {"w": jnp.ones((3, 1, 1)), "b": jnp.zeros(1)}, jnp.full((4, 300, 1), 300.0)
+    state = dict.fromkeys(("bias", "conv", "loss"), ())
+    rules = mplp.Exact(1.0), Half(1.0)
+    found = jit(lambda: [mplp.backward(rule, network, params, state, x)[0]["b"] for rule in rules])()
+    np.testing.assert_allclose(*found, rtol=1e-3)
+
+
 X, W = jnp.ones((4, 3)), mplp.parameter(jnp.ones((3, 2)))
 S = lambda at, x=X: at.signal(x)
 dense = lambda at, s, *parameters: mplp.dense(at["d"], s, *parameters)

@@ -296,7 +296,17 @@ def test_errors_of_rules_and_arguments():
         (lambda: ap.rewire(f, good), TypeError, "takes a rule"),  # pyright: ignore[reportArgumentType]
         (lambda: ap.rewire(3, rule(good)), TypeError, "rewire takes a function, got int"),  # pyright: ignore
         (lambda: ap.rewire(f, ap.rewiring.sign_symmetry), TypeError, "got function. Call it"),  # pyright: ignore
-        (lambda: ap.rewire(f, rule(good)._replace(where="dense")), TypeError, "functions of a site"),  # pyright: ignore
+        (
+            lambda: ap.rewire(f, rule(good)._replace(where="dense")),
+            TypeError,
+            r"functions of a site, got where='dense'; .* site\.label == 'dense'$",
+        ),  # pyright: ignore
+        (lambda: ap.rewire(f, rule(3)), TypeError, "functions of a site, got at=3$"),
+        (
+            lambda: grad(ap.rewire(f, rule(lambda site, p: jnp.sin))),
+            TypeError,
+            r"return an ap\.Propagator.*got .* at the",
+        ),
         (lambda: ap.rewire(f, rule(good), argnums=1.0), TypeError, "argnums must be an integer"),  # pyright: ignore
         (lambda: ap.rewire(f, rule(good), argnums=5)(W, X), ValueError, "argnums has 5"),
         (lambda: ap.rewire(lambda x: jnp.tanh(x), clip).init(X), ValueError, "name 'cosh'; did you mean 'tanh'"),

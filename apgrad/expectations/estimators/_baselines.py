@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 
+from apgrad._ground.arguments import require_call
+
 
 class LearnedBaseline(NamedTuple):
     """A baseline function whose parameters learn the cost-to-go, as `learned_baseline` makes it."""
@@ -73,6 +75,8 @@ def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | No
         return {"baseline": baseline}
     learned = isinstance(baseline, LearnedBaseline)
     function = baseline.function if learned else baseline
+    names = [f"argument {i}" for i in range(len(inputs))] if mapped else ["distribution"]
+    require_call("the function of a baseline", function, names)
     if mapped is None:
         b = function(*lax.stop_gradient(inputs))
     else:
