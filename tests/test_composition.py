@@ -107,7 +107,7 @@ def test_tracing_takes_the_way_back_that_a_rule_made_linear_and_refuses_another(
         )
 
     spiking = functools.partial(loss, jax.jit(lambda v: jnp.heaviside(v, 0.0)))
-    rewired = ap.rewire(spiking, ap.rewiring.surrogate_gradient("heaviside"))
+    rewired = ap.rewire(spiking, ap.rewiring.surrogate_gradient(where="heaviside"))
     semirings = ap.tracing.ordinary(), ap.tracing.max_product(), ap.tracing.absolute_sum()
     both = rewired, functools.partial(loss, step)
     found, wanted = jax.jit(lambda w: [[ap.semiring_grad(f, s)(w) for s in semirings] for f in both])(WEIGHTS)

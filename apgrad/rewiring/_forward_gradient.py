@@ -18,7 +18,7 @@ from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule
 
 
-def forward_gradient(where: Where = None) -> Rule:
+def forward_gradient(*, where: Where = None) -> Rule:
     """Sites remember one random direction and the derivative along it, and answer with an unbiased estimate.
 
     The rule draws: the rewired function is `(key, *args)`.

@@ -9,7 +9,7 @@ from apgrad.rewiring._layers import Where, chosen, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
-def skip(where: Where = None) -> Rule:
+def skip(*, where: Where = None) -> Rule:
     """Step functions send the message on as it came: the straight-through gradient.
 
     Args:

@@ -16,7 +16,7 @@ from apgrad.rewiring._rewire import Rule
 
 
 def surrogate_gradient(
-    where: Where = None, *, derivative: Callable[[jax.Array], jax.Array] | None = None, beta: float | None = None
+    *, where: Where = None, derivative: Callable[[jax.Array], jax.Array] | None = None, beta: float | None = None
 ) -> Rule:
     """Functions of one array to one of its shape get a derivative of the user's choice.
 

@@ -174,9 +174,9 @@ def test_sites_that_a_rule_is_not_for():
     summed = ap.rewire(lambda ws, x: network(ws, x).sum(), rewiring.direct_feedback_alignment(KEY))
     for call, words in (
         (lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")), "takes layers with one array"),
-        (lambda: of(rewiring.surrogate_gradient("dot_general")), "one array to one of its shape"),
+        (lambda: of(rewiring.surrogate_gradient(where="dot_general")), "one array to one of its shape"),
         (lambda: of(rewiring.surrogate_gradient()), r"'spike' or 'heaviside', or a function .* under jax\.jit"),
-        (lambda: of(rewiring.skip("dot_general")), "skip is for a function of one array"),
+        (lambda: of(rewiring.skip(where="dot_general")), "skip is for a function of one array"),
         (lambda: ap.rewire(product, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0]), "is empty: make the rule's"),
         (lambda: summed.init(WS, X), "Leave the loss outside of the function"),
     ):
@@ -236,7 +236,7 @@ def test_options_are_finite_numbers():
     for make in (r.feedback_alignment, r.direct_feedback_alignment, r.kolen_pollack):
         refused(TypeError, f"the key of {make.__name__} is one PRNG key", make, 3)
     refused(ValueError, "must be an integer", r.predictive_coding, "x", steps=2.5)
-    refused(ValueError, "beta=3.0 is the fast sigmoid's", r.surrogate_gradient, "x", derivative=jnp.abs, beta=3.0)
+    refused(ValueError, "beta=3.0 is the fast sigmoid's", r.surrogate_gradient, derivative=jnp.abs, beta=3.0)
     refused(TypeError, r"first_of takes a rule .*, got function. Call it", r.first_of, r.sign_symmetry)
     assert jax.jit(lambda s: jax.grad(ap.rewire(jnp.sin, r.gradient_reversal("sin", strength=s)))(0.0))(2.0) == -2
 
@@ -266,7 +266,7 @@ def test_forward_gradients_of_complex_sites_are_unbiased():
 
     spectrum = lambda w: jnp.sum(jnp.arange(1.0, 4.0) * square(jnp.fft.fft(w)))
     w = jnp.array([1.0, -2.0, 0.5])
-    of_real = jax.grad(ap.rewire(spectrum, rewiring.forward_gradient("square")), argnums=1)
+    of_real = jax.grad(ap.rewire(spectrum, rewiring.forward_gradient(where="square")), argnums=1)
     of_complex = jax.grad(ap.rewire(lambda z: jnp.abs(z) ** 2, rewiring.forward_gradient()), argnums=1)
 
     def estimate(key):
@@ -281,7 +281,7 @@ def test_forward_gradients_are_unbiased_of_the_whole_and_layer_by_layer():
         return jnp.sum((network(ws, x) - TARGET) ** 2) / 2 + n.astype(jnp.float32)
 
     expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(WS, X, jnp.int32(1))
-    layers = rewiring.forward_gradient(lambda site: site.kind == "dense")
+    layers = rewiring.forward_gradient(where=lambda site: site.kind == "dense")
     for rule in (rewiring.forward_gradient(), layers):
         estimate = jax.grad(ap.rewire(loss, rule), argnums=(1, 2))
         ap.testing.assert_unbiased(lambda key, e=estimate: e(key, WS, X, jnp.int32(1)), expected, KEY, 4000)
