@@ -13,15 +13,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import lax
-from jax.core import Tracer
 from jax.scipy.special import gammaln
-from numpyro.distributions import constraints, transforms
+from numpyro.distributions import constraints
 
 from apgrad._ground.primitives import refuse_derivative, refuse_second_derivative, zero_with_gradient
+from apgrad.expectations import _supports as supports
 
 
 @contextlib.contextmanager
@@ -94,9 +93,9 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
         name = type(distribution).__name__
         raise TypeError(f"{what} needs a pathwise derivative, and {name} has none: {reason}. Use likelihood_ratio().")
 
-    parts = _parts(distribution)[::-1]  # the innermost first, so that errors name what is at fault
+    parts = supports.parts_of(distribution)[::-1]  # the innermost first, so that errors name what is at fault
     for part in parts:
-        if _is_discrete(part, key):
+        if supports.is_discrete(part, key):
             refuse(f"samples of {type(part).__name__} are discrete, or no floating-point numbers")
     has_rsample = getattr(distribution, "has_rsample", hasattr(distribution, "rsample"))
     if has_rsample:
@@ -112,12 +111,12 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     if has_rsample:
         return x
     x, univariate = lax.stop_gradient(x), distribution
-    while isinstance(univariate, _WRAPPERS):  # they have no cdf, and their samples are those of what they wrap
+    while isinstance(univariate, supports.WRAPPERS):  # they have no cdf, and their samples are those of what they wrap
         univariate = univariate.base_dist
     if not _has_cdf(univariate, x):
         refuse("it has neither rsample nor, as a continuous univariate distribution, a cdf")
     for part in parts:
-        if not _have_one_support(_components(part)):
+        if not supports.have_one_support(supports.components_of(part)):
             refuse(
                 f"the supports of the components of {type(part).__name__} are not known to be one fixed interval, and "
                 "between two intervals a sample would have to jump as the weights change"
@@ -149,19 +148,19 @@ def _is_rounded(distribution, x, shape):
         return False
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
-    while isinstance(distribution, _WRAPPERS):
+    while isinstance(distribution, supports.WRAPPERS):
         distribution = distribution.base_dist
     if isinstance(distribution, _LOC_SCALE):
         scale: Any = lax.stop_gradient(distribution.scale)
         return within(jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)) > scale)
-    rounded, moves = jnp.zeros(shape, bool), _transforms(distribution)
-    ends = [isinstance(_of(transform, "codomain"), _UNIT) for transform in moves]
+    rounded, moves = jnp.zeros(shape, bool), supports.transforms_of(distribution)
+    ends = [isinstance(supports.constraint_of(transform, "codomain"), _UNIT) for transform in moves]
     while any(ends):
         rounded |= clipped(x) if ends.pop() else False
         x = lax.stop_gradient(moves.pop().inv(x))
     if isinstance(distribution, (*_OF_GAMMAS, dist.TransformedDistribution)):
         return rounded
-    return rounded | clipped(x) if isinstance(_of(distribution, "support"), _UNIT) else rounded
+    return rounded | clipped(x) if isinstance(supports.constraint_of(distribution, "support"), _UNIT) else rounded
 
 
 def _at_ends(x):
@@ -171,15 +170,15 @@ def _at_ends(x):
 
 
 def require_density(what: str, distribution: Any) -> None:
-    for part in _parts(distribution):
-        folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)
+    for part in supports.parts_of(distribution):
+        folds = not isinstance(part, dist.FoldedDistribution) and supports.folds(part)
         if isinstance(part, _NOT_A_DENSITY) or folds:
             raise TypeError(
                 f"{what}: the log_prob of {type(part).__name__}{' with AbsTransform' if folds else ''} is not the "
                 "density of its samples, so that it has no right score. Sample the distribution underneath, and mask, "
                 "censor or transform in the cost (jnp.where)."
             )
-        if not _have_one_support(_components(part)):
+        if not supports.have_one_support(supports.components_of(part)):
             raise TypeError(
                 f"{what}: the components of {type(part).__name__} are not known to have one support, without which the "
                 "log_prob is not the density of its samples. Sample the component first, by likelihood_ratio()."
@@ -286,7 +285,7 @@ def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
         f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter, so "
         "the derivative of the log-density is not that of the expectation. Use reparameterization()."
     )
-    for bound in jax.tree.leaves([_bounds(part) for part in _parts(distribution)]):
+    for bound in jax.tree.leaves([supports.bounds_of(part) for part in supports.parts_of(distribution)]):
         if jnp.issubdtype(jnp.result_type(bound), jnp.floating):
             fixed = jnp.sum(refuse_derivative(jnp.asarray(bound, jnp.float32), reason))
             score = score + zero_with_gradient(fixed).astype(score.dtype)
@@ -324,7 +323,7 @@ def _claims_rsample_by_default(part) -> bool:
 def _has_cdf(distribution, x) -> bool:
     if getattr(distribution, "event_shape", ()) != () or not callable(getattr(distribution, "cdf", None)):
         return False
-    if any(_folds(part) for part in _parts(distribution)):
+    if any(supports.folds(part) for part in supports.parts_of(distribution)):
         return False  # NumPyro's cdf would forget one of the two sides
     try:
         jax.eval_shape(distribution.cdf, x)
@@ -348,127 +347,3 @@ _NOT_A_DENSITY = (
     dist.ImproperUniform,
     dist.Unit,
 )
-
-
-_INVERSE = type(transforms.ExpTransform().inv)
-_WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
-
-
-def _components(part) -> list[Any]:
-    one, more = (getattr(part, f"component_distribution{s}", None) for s in ("", "s"))
-    return list(more) if isinstance(more, list | tuple) else [] if one is None else [one]
-
-
-def _parts(distribution) -> list[Any]:
-    inner = [getattr(distribution, name, None) for name in ("base_dist", "marginal_dist")]
-    found = [distribution]
-    for part in [part for part in inner if part is not None] + _components(distribution):
-        found += _parts(part)
-    return found
-
-
-def _transforms(part) -> list[Any]:
-    """The transforms of a distribution, one after the other, none of them composed."""
-
-    def flatten(transform):
-        if isinstance(transform, transforms.ComposeTransform):
-            return [t for part in transform.parts for t in flatten(part)]
-        if isinstance(transform, transforms.IndependentTransform):
-            return flatten(transform.base_transform)
-        if isinstance(transform, _INVERSE):
-            parts = flatten(transform.inv)
-            return [transform] if len(parts) == 1 else [t.inv for t in reversed(parts)]
-        return [transform]
-
-    return [t for transform in getattr(part, "transforms", ()) for t in flatten(transform)]
-
-
-def _folds(part) -> bool:
-    return any(isinstance(transform, transforms.AbsTransform) for transform in _transforms(part))
-
-
-def _of(thing, name):
-    """The constraint of this name, without the number of its event's axes; None if there is none."""
-    constraint: Any
-    try:
-        constraint = getattr(thing, name, None)
-    except (NotImplementedError, AssertionError):  # NumPyro asserts that what it wraps has a support
-        return None
-    while hasattr(constraint, "base_constraint"):
-        constraint = constraint.base_constraint
-    half_lines = (constraints.nonnegative, constraints.softplus_positive)
-    return constraints.positive if any(constraint is c for c in half_lines) else constraint
-
-
-def _is_discrete(part, key) -> bool:
-    known = []
-    for constraint in [_of(part, "support"), *(_of(transform, "codomain") for transform in _transforms(part))]:
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            known.append(bool(constraint.is_discrete))  # pyright: ignore[reportOptionalMemberAccess]
-    if known:
-        return any(known)
-    try:
-        sample = jax.eval_shape(part.sample, key)
-        return isinstance(sample, jax.ShapeDtypeStruct) and not jnp.issubdtype(sample.dtype, jnp.floating)
-    except NotImplementedError:
-        return False
-
-
-def _is_fixed(support) -> bool:
-    return isinstance(support, constraints.ParameterFreeConstraint)
-
-
-def _have_one_support(components) -> bool:
-    """Whether the supports of a mixture's components are known to be the same set; true of none."""
-    supports = [_support(component) for component in components]
-    return all(map(_is_fixed, supports)) and len({type(support) for support in supports}) <= 1
-
-
-def _tells_its_support(distribution) -> bool:
-    # A subclass that says its own support knows it; the general one tells only its last transform's codomain.
-    return getattr(type(distribution), "support", None) is not dist.TransformedDistribution.support
-
-
-def _support(distribution):
-    """The set that samples lie in, if that is known. Transforms themselves tell it only for the domain they declare."""
-    if isinstance(distribution, _WRAPPERS):
-        return _support(distribution.base_dist)
-    if components := _components(distribution):
-        return _support(components[0]) if _have_one_support(components) else None
-    if isinstance(distribution, dist.FoldedDistribution):
-        return constraints.positive if _support(distribution.base_dist) is constraints.real else None
-    return _of(distribution, "support") if _tells_its_support(distribution) else _transformed(distribution)[0]
-
-
-def _transformed(distribution):
-    """The support of a transformed distribution, and what it depends on besides the support of the base."""
-    support, bounds = _support(distribution.base_dist), []
-    for transform in _transforms(distribution):
-        affine = isinstance(transform, transforms.AffineTransform)
-        if affine and support is constraints.real:
-            continue
-        if affine and support is constraints.positive:
-            # A half-line from 0 keeps its bound under scaling.
-            bounds.append(transform.loc)
-            support = support if _is_zero(transform.loc) else None
-        elif _is_fixed(support) and type(support) is type(_of(transform, "domain")):
-            support = _of(transform, "codomain")
-            bounds.append(transform if support is None else support)
-        else:
-            # The image of a set that is not all of the transform's domain moves with the transform.
-            bounds.append(transform)
-            support = None
-    return support, bounds
-
-
-def _is_zero(x) -> bool:
-    return not isinstance(x, Tracer) and bool(np.all(np.asarray(x) == 0))
-
-
-def _bounds(distribution):
-    """What the support of a distribution depends on, without what its parts' supports depend on."""
-    if isinstance(distribution, dist.Delta):
-        return [distribution.v, distribution.log_density]
-    if isinstance(distribution, _WRAPPERS):
-        return []
-    return [_of(distribution, "support")] if _tells_its_support(distribution) else _transformed(distribution)[1]

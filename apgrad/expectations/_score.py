@@ -23,7 +23,7 @@ import numpyro
 from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative
-from apgrad.expectations import _channels as channels, _distributions as distributions
+from apgrad.expectations import _channels as channels, _distributions as distributions, _supports as supports
 from apgrad.expectations._lanes import over, require_batch, require_lanes, require_mask
 from apgrad.expectations._ledger import Ledger
 from apgrad.expectations._ports import STANDARDIZED
@@ -133,7 +133,7 @@ def require_weighable(ledger: Ledger) -> None:
 
 def _impossible(distribution, value, behaviour):
     """Where a value is outside of the support, or the log-density of a discrete one above 0 by more than rounding."""
-    discrete = distributions._is_discrete(distribution, jax.random.key(0))
+    discrete = supports.is_discrete(distribution, jax.random.key(0))
     wrong = behaviour > 0.01 if discrete else jnp.zeros(behaviour.shape, bool)
     try:
         support = distribution.support

@@ -9,6 +9,7 @@ from apgrad.memory._packing import narrow as narrow, packing as packing
 from apgrad.memory._planner import Plan as Plan, plan as plan
 from apgrad.memory._randomize import coefficients as coefficients, randomize as randomize
 from apgrad.memory._report import *
+from apgrad.memory._residuals import *
 from apgrad.memory._rounding import rounding as rounding
 from apgrad.memory._samplers import *
 from apgrad.memory._slots import Coefficient as Coefficient

@@ -1,0 +1,199 @@
+"""What reverse mode remembers: the arrays that `jax.vjp` leaves behind, without the arguments and their views.
+
+They are found in the program of `jax.vjp`: what makes each, on which line, and what of the way back takes it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from apgrad._ground.arguments import chosen_numbers
+from apgrad._programs import jaxprs
+from apgrad._programs.kinds import LINEAR_IN_EACH, SAME_VALUE
+from apgrad.memory._budget import relative_variance
+from apgrad.memory._randomize import arrays_in
+from apgrad.memory._recompute import work as work_of
+from apgrad.memory._samplers import array_bytes, nbytes, rounding, stratified
+from apgrad.memory._slots import is_view
+
+__all__ = ["Residual", "residuals"]
+
+
+class Residual(NamedTuple):
+    """An array that the reverse pass remembers.
+
+    Attributes:
+      name: its scopes and the primitive that computes it.
+      shape: of all steps, if a scan's body computes it.
+      dtype: its dtype.
+      nbytes: the bytes of all steps.
+      source: the user's line that computes it.
+      count: how many steps there are.
+      consumers: the scopes and primitives of the reverse pass that take it.
+      linear: whether all these are linear in it, so that it may be rounded or sampled without bias.
+      work: about how many operations compute it again from what else is remembered.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    source: str = ""
+    count: int = 1
+    consumers: tuple[str, ...] = ()
+    linear: bool = False
+    work: float = 0.0
+
+    def remedies(self) -> dict[str, tuple[int, str]]:
+        """What each remedy would save of the bytes, and what it costs, predicted without compiling.
+
+        The compiled peak may fall by less, see `ap.memory.plan`. Variances are over the array's mean square, for normal
+        entries.
+        """
+        found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
+        if self.linear and self.shape and jnp.issubdtype(self.dtype, jnp.floating):
+            like = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            for name, sampler in _REMEDIES.items():
+                saved = self.nbytes - nbytes(sampler, like)
+                if saved > 0:
+                    found[name] = saved, f"variance {relative_variance(sampler):.2g}"
+        return found | {"offload": (self.nbytes, f"{2 * self.nbytes} bytes moved")}
+
+
+_REMEDIES = {"round to 8 bits": rounding(8), "round to 4 bits": rounding(4), "sample a tenth": stratified(0.1)}
+
+
+def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
+    """What reverse mode of `function(*args)` remembers with respect to all its floating-point arguments.
+
+    Args:
+      function: any JAX function.
+      *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> [(r.shape, r.nbytes) for r in ap.memory.residuals(lambda x: jnp.sum(jnp.sin(x) * 2), jnp.ones((3, 5)))]
+      [((3, 5), 60)]
+    """
+    flat, inexact, put = shapes_in(args)
+
+    def linearize(*values):
+        with_messages = lambda *values: [x for x in jax.tree.leaves(function(*put(*values))) if jaxprs.is_inexact(x)]
+        restricted, some = jaxprs.restrict(with_messages, values, inexact)
+        return jax.vjp(restricted, *some)
+
+    traced, (outputs, pullback) = jaxprs.trace(linearize, *flat)
+    leaves, tree = jax.tree.flatten(pullback)
+    back = jaxprs.inlined(lambda leaves, messages: tree.unflatten(leaves)(messages), leaves, outputs)
+    jaxpr = jaxprs.inlined(lambda *values: jaxprs.inline(traced, values)[len(outputs) :], *flat).jaxpr
+    free = {*jaxpr.invars, *jaxpr.constvars}
+    index = functools.cache(_Index)  # a program may stand in several equations
+
+    def source(v):
+        maker = index(jaxpr).maker
+        while not isinstance(v, Literal) and v in maker and _same(maker[v]):
+            v = maker[v].invars[maker[v].outvars.index(v)]
+        return v
+
+    found = {}
+    for v, taken in zip(jaxpr.outvars, back.jaxpr.invars, strict=False):
+        origin = source(v)
+        if isinstance(origin, Literal) or origin in free or v in found or origin in found:
+            continue
+        keep = min(origin, v, key=lambda v: array_bytes(v.aval))
+        name, line, count, work = _maker_of(keep, jaxpr, index)
+        users = _consumers(back.jaxpr, taken, index)
+        linear = all(is_linear for _, is_linear in users)
+        names, aval = tuple(dict.fromkeys(name for name, _ in users)), keep.aval
+        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), line, count, names, linear, work)
+    return tuple(found.values())
+
+
+class _Index:
+    """Of a jaxpr, for each variable, what makes it and what takes it: found in one pass, however many are asked for."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr, self.maker = jaxpr, {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.takers: dict[Any, list[tuple[Any, int]]] = {}
+        for eqn in jaxpr.eqns:
+            for i, v in enumerate(eqn.invars):
+                if not isinstance(v, Literal):
+                    self.takers.setdefault(v, []).append((eqn, i))
+
+    @functools.cached_property
+    def work(self) -> dict[Any, float]:
+        """Of each output, and of what it is a view of, the work of computing it from the other outputs."""
+        # The equations that a variable needs are a bit set, which lives until the variable's last use.
+        eqns, kept = self.jaxpr.eqns, {*jaxprs.variables(self.jaxpr.outvars)}
+        asked = set(kept)
+        for eqn in reversed(eqns):
+            if _same(eqn) and not asked.isdisjoint(eqn.outvars):
+                asked.update(jaxprs.variables(eqn.invars))
+        costs, needs, found = np.array(list(map(work_of, eqns))), dict[Any, int](), {}
+        for i, eqn in enumerate(eqns):
+            taken, bits = jaxprs.variables(eqn.invars), 1 << i
+            for v in taken:
+                bits |= needs.get(v, 0)
+            needs |= {v: bits for v in eqn.outvars if v in self.takers and v not in kept}
+            for v in taken:
+                if self.takers[v][-1][0] is eqn:
+                    needs.pop(v, None)
+            if not asked.isdisjoint(eqn.outvars):
+                octets = np.frombuffer(bits.to_bytes(i // 8 + 1, "little"), np.uint8)
+                work = float(costs[: i + 1] @ np.unpackbits(octets, bitorder="little")[: i + 1])
+                found |= dict.fromkeys(eqn.outvars, work)
+        return found
+
+
+def _consumers(jaxpr: Any, var: Any, index: Callable[[Any], _Index]) -> list[tuple[str, bool]]:
+    """The equations that take a variable or a view of it, in programs inside too, and whether they are linear in it."""
+    found = []
+    for eqn, i in index(jaxpr).takers.get(var, ()):
+        here, inside = jaxprs.plain_scope(jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
+            at = i - (inside.kind == "cond")
+            inner = [_consumers(p.jaxpr, p.jaxpr.invars[at], index) for p in inside.jaxprs if at >= 0]
+            found += [(jaxprs.join(here, name), flag) for users in inner for name, flag in users]
+        elif _same(eqn):
+            found += _consumers(jaxpr, eqn.outvars[eqn.invars.index(var)], index)
+        else:
+            name = eqn.primitive.name
+            found.append((jaxprs.join(here, name), name in LINEAR_IN_EACH))
+    return found
+
+
+def _maker_of(var: Any, jaxpr: Any, index: Callable[[Any], _Index]) -> tuple[str, str, int, float]:
+    """Of a variable: scopes and primitive, line, steps, work; in a program inside, those of what makes it."""
+    eqn = index(jaxpr).maker[var]
+    inside, here = jaxprs.nested(eqn), jaxprs.plain_scope(jaxprs.scope(eqn))
+    if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
+        number = eqn.outvars.index(var)
+        steps = inside.length if inside.kind == "scan" and number >= inside.counts[1] else 1
+        for program in inside.jaxprs:
+            maker, v = index(program.jaxpr).maker, program.jaxpr.outvars[number]
+            # Through what only moves it, and through the zeros that a branch has in place of another's array.
+            while not isinstance(v, Literal) and v in maker and _moves(maker[v]):
+                v = maker[v].invars[0]
+            if not isinstance(v, Literal) and v in maker:
+                name, line, count, work = _maker_of(v, program.jaxpr, index)
+                return jaxprs.join(here, name), line, steps * count, steps * work
+        return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps, steps * work_of(eqn)
+    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, index(jaxpr).work[var]
+
+
+def _same(eqn: Any) -> bool:
+    return is_view(eqn) or eqn.primitive.name in SAME_VALUE
+
+
+def _moves(eqn: Any) -> bool:
+    return _same(eqn) and len(eqn.invars) == 1 and not isinstance(eqn.invars[0], Literal)
+
+
+def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
+    flat, inexact, put = arrays_in(args, range(len(args)) if argnums is None else chosen_numbers(argnums, len(args)))
+    return list(jax.eval_shape(lambda *arrays: arrays, *flat)), inexact, put
