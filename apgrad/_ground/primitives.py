@@ -54,7 +54,7 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
     return jax.tree.map(refuse, tree)
 
 
-def refuse_second_derivative(x: jax.Array, reason: str) -> jax.Array:
+def refuse_second_derivative(x: Any, reason: str) -> jax.Array:
     """Returns the array as it is; whoever differentiates twice with respect to it gets `TypeError(reason)`."""
     return _refuse_second_p.bind(jnp.asarray(x), reason=reason)
 
