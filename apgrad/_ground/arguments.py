@@ -114,6 +114,8 @@ def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
         is_array = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
         if not (is_array and jnp.issubdtype(jnp.result_type(leaf), kind)):
             found = f"has dtype {jnp.result_type(leaf)}" if is_array else f"is no array but a {type(leaf).__name__}"
+            if not path and is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
+                raise TypeError(f"{what} {found}, {reason}. Give it as floating point, such as 1.0 in place of 1.")
             raise TypeError(
                 f"{what}{jax.tree_util.keystr(path)} {found}, {reason}. Leave the argument out of argnums, or "
                 "differentiate its parameters alone: `graph, params, rest = nnx.split(module, nnx.Param, ...)`, and in "

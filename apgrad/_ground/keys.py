@@ -6,15 +6,20 @@ import jax
 import jax.numpy as jnp
 
 
-def require_key(what: str, key: Any) -> jax.Array:
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+def is_key(x: Any) -> bool:
+    """Whether it is one PRNG key, typed or raw. Four words are a key of "rbg", whatever the default implementation."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.ndim == 0
+    return getattr(x, "dtype", None) == jnp.uint32 and jnp.shape(x) in (_raw_shape(), (4,))
+
+
+def require_key(what: str, key: Any, hint: str = "") -> jax.Array:
+    if is_key(key):
         if key.ndim == 0:
             return key
-    elif getattr(key, "dtype", None) == jnp.uint32 and jnp.shape(key) in (_raw_shape(), (4,)):
-        # Four words are a key of "rbg", whatever the default implementation is.
         return jax.random.wrap_key_data(jnp.asarray(key), impl=None if jnp.shape(key) == _raw_shape() else "rbg")
     got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__
-    raise TypeError(f"{what} is one PRNG key, jax.random.key(seed); got {got}")
+    raise TypeError(f"{what} is one PRNG key, jax.random.key(seed); got {got}{hint}")
 
 
 def again(key: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._ground.arguments import integers, is_single, require_parameters, whole
-from apgrad._ground.keys import require_key
+from apgrad._ground.keys import is_key, require_key
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._channels import visits
@@ -79,7 +79,7 @@ def expectation(
         raise ValueError(f"cross_fit=True needs halves of at least 2 lanes: an even number, at least 4, got {lanes}")
 
     def objective(key, *args, **kwargs):
-        key = require_key("the objective's first argument", key)
+        key = require_key("the objective's first argument", key, ". The key comes first: (key, *args)")
         run = lambda tape: program(tape, *args, **kwargs)
         plan, ledger = make_plan(run, TapePlan(lanes, folds=1 + cross_fit, data=data), has_aux, key)
 
@@ -184,6 +184,8 @@ def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) ->
     for n in argument_numbers(argnums)[1]:
         if n > len(args):
             raise ValueError(f"argnums={argnums}, but the objective got the key and {len(args)} argument(s)")
+        if is_key(args[n - 1]):
+            raise TypeError(f"argument {n} is a PRNG key, which has no gradient. The key comes first: (key, *args).")
         require_parameters(f"argument {n}", args[n - 1], jnp.inexact, "which has no gradient")
 
 

@@ -23,6 +23,7 @@ from jax import lax
 
 from apgrad._ground import bias as _bias
 from apgrad._ground.progress import progress_bar as _progress_bar
+from apgrad.expectations._adaptive import Adaptive as _Adaptive
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
 from apgrad.expectations._node_variances import NodeVariances as NodeVariances, node_variances as node_variances, table
 
@@ -276,6 +277,10 @@ def _doing(bar, what, name):
 
 
 def _compile(objective, argnums, keys, args):
+    if isinstance(objective, _Adaptive):
+        raise TypeError("it keeps a state from call to call, so that it is no such objective: judge it by training")
+    if not callable(objective):
+        raise TypeError(f"an objective is a function (key, *args) -> scalar, got {type(objective).__name__}")
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
     jax.block_until_ready(function(keys, *args))

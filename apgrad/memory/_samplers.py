@@ -69,7 +69,9 @@ def require_sampler(what: str, sampler: Any) -> Any:
     if isinstance(sampler, type) or sampler in FACTORIES:
         raise TypeError(f"{what} is {sampler.__name__} itself: call it, as in ap.memory.rounding(bits=4)")
     if sampler is not None and not isinstance(sampler, Sampler):
-        raise TypeError(f"{what} has keep and restore, or is None, or chooses such ones; got {sampler!r}")
+        without = " and ".join(name for name in ("keep", "restore") if not hasattr(sampler, name))
+        wanted = f"{what} has keep and restore, or is None, or chooses such ones"
+        raise TypeError(f"{wanted}; got {sampler!r}, without {without}")
     try:
         hash(sampler)
     except TypeError as error:

@@ -195,6 +195,9 @@ def test_what_has_no_gradient_is_refused_with_its_reason():
     words = r"nothing to go by, refused are .*TypeError: reparameterization needs"
     refused(ValueError, words, diagnostics.compare, {"RP": objectives["RP"]}, KEY, 0.3)
     refused(ValueError, "no reference to go by", diagnostics.compare, objectives, KEY, 0.3, reference="RP")
+    adaptive = ap.adaptive(lambda tape, p: tape, lanes=10)
+    for wrong, words in (adaptive, "keeps a state from call to call.*judge it by training"), (3, "got int"):
+        refused(ValueError, words, diagnostics.compare, {"A": wrong}, KEY, 0.3)
 
 
 def test_bad_comparisons():

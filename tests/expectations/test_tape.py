@@ -465,6 +465,12 @@ def test_integer_parameters_are_refused():
     step = ap.value_and_grad(lambda tape, p: tape.cost(p["w"] * p["n"] * ONES), 4)
     words = r"argument 1\['n'\] has dtype int32.*no gradient"
     refused(TypeError, words, step, KEY, {"w": 1.0, "n": jnp.int32(2)})
+    for wrong in (3, jnp.arange(3)):
+        found = refused(TypeError, "argument 1 has dtype int32.*as floating point, such as 1.0", step, KEY, wrong)
+        assert "nnx" not in str(found)
+    for key in (KEY, jax.random.key_data(KEY)):
+        refused(TypeError, r"argument 1 is a PRNG key.*The key comes first: \(key, \*args\)", step, 1.0, key)
+    refused(TypeError, "first argument is one PRNG key.*got float.* The key comes first", step, 1.0, 1.0)
     refused(ValueError, "0 is the key", ap.value_and_grad, lambda tape: tape, 4, argnums=0)
     second = ap.value_and_grad(lambda tape, a: tape, 4, argnums=2)
     refused(ValueError, r"argnums=2.* 1 argument", second, KEY, 1.0)

@@ -109,6 +109,11 @@ def test_a_number_is_a_message():
     assert jax.vjp(halve, 3.0)[1](1.0) == (0.5,)
 
 
+class Half:
+    def keep(self, key, x, axis=-1):
+        return x
+
+
 class Unhashable:
     __hash__ = None
     keep = restore = variance = R.rounding(4).keep
@@ -117,6 +122,7 @@ class Unhashable:
 BUDGET = {"sampler": None, "budget_bytes": 9}
 WRONG = {
     "not hashable": ({"sampler": Unhashable()}, TypeError, "not hashable"),
+    "half a sampler": ({"sampler": Half()}, TypeError, r"has keep and restore, .*got <.*Half.*>, without restore$"),
     "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
     "a class": ({"sampler": type(R.rounding(4))}, TypeError, "sampler is Rounding itself: call it"),
     "a number": ({"sampler": 4}, TypeError, "sampler has keep and restore"),
