@@ -32,6 +32,7 @@ def credit(
     parts: bool = False,
     mask: jax.Array | None = None,
     log_weight: jax.Array | None = None,
+    of_choose: bool = False,
 ) -> Tape:
     """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
@@ -40,6 +41,7 @@ def credit(
     of `zero`, (lanes, parts), is a function of what was there before the choice; `learn` trains it by the gradient of
     (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the lane is in no leave-one-out
     baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of later costs (`_score.py`).
+    `of_choose` says that the choice is one of `ap.choose`, to which a warning gives other advice.
     """
     ledger = tape._require_current(name)
     ledger.scoring = name
@@ -73,7 +75,7 @@ def credit(
         if others:
             ledger.leaving_one_out = True
             if weighed is None:  # else the lanes' own values are given from outside
-                mark(zero, Mark.LEAVES_ONE_OUT, name)
+                mark(zero, Mark.LEAVES_ONE_OUT, (name, of_choose))
         return tape._follow()
 
     if not asked <= tape._ports.keys():

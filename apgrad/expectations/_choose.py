@@ -112,7 +112,8 @@ def choose(
         return tape, form
     y = jax.vmap(lambda x, *lane: continuation(x, *lane)[1])(seen(x), *args)
     zero = distributions.guarded(what, distribution, distributions.score(what, distribution, x))
-    return channels.credit(tape, zero, name=what, **baselines.evaluate(baseline, None, (distribution,))), y
+    b = baselines.evaluate(baseline, None, (distribution,))
+    return channels.credit(tape, zero, name=what, of_choose=True, **b), y
 
 
 def _pair(what, found):

@@ -49,15 +49,15 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
     mixed = marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes)
     charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST) if mixed else set()
-    name = next((name for name in mixed if name in charged), None)
-    if name is None:
+    if not (found := [label for label in mixed if label in charged]):
         return
+    name, of_choose = found[0]
     advice = (
         "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
         "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
         "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None."
     )
-    if name.startswith("choose"):
+    if of_choose:
         advice = (
             "These are costs after the choice: put those that do not depend on it before it. Let its continuation "
             "return what it costs on average, later choices summed over; or draw the choices by "

@@ -10,7 +10,8 @@ from apgrad.expectations._ports import Port
 class Mark(enum.Enum):
     """What nodes leave marks for in the first trace of a program."""
 
-    LEAVES_ONE_OUT = enum.auto()  # at a score whose baseline is the mean over other lanes; the label is the node's name
+    # At a score whose baseline is the mean over other lanes; the label: the node's name, and whether it is a `choose`.
+    LEAVES_ONE_OUT = enum.auto()
     COST = enum.auto()  # at each cost
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
 

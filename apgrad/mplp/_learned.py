@@ -75,7 +75,7 @@ def learned_node(
         return give(apply(*given)), (asked, given)
 
     if not asked:  # forward only
-        return paths.leave(where, forward(asked, signals, parameters, data)[0])
+        return paths.leave(where, forward(asked, signals, parameters, data)[0], site.kind)
 
     def backward(memory, message):
         asked, rest = memory
@@ -105,7 +105,7 @@ def learned_node(
         )
 
     output = node(Propagator(forward, backward))(asked, signals, parameters, data)
-    return paths.leave(where, output)
+    return paths.leave(where, output, site.kind)
 
 
 def names_of(features: Callable[..., dict[str, Any]], *args: Any) -> tuple[str, ...]:

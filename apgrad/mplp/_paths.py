@@ -36,10 +36,11 @@ def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple
     return [type(p)(at(p.value, "value"), at(p.port, port(p))) for p in pairs], tuple(at(x, "data") for x in data)
 
 
-def leave(where: str, output: Any) -> Any:
+def leave(where: str, output: Any, kind: str = "") -> Any:
+    at = lambda x, part: mark(x, Gate.OUT, (where, part, kind))
     if isinstance(output, jax.Array):
-        return mark(output, Gate.OUT, (where, "loss"))
-    return type(output)(*(mark(x, Gate.OUT, (where, part)) for x, part in zip(output, output._fields, strict=True)))
+        return at(output, "loss")
+    return type(output)(*map(at, output, output._fields))
 
 
 @dataclasses.dataclass
@@ -59,9 +60,8 @@ class Walk:
     def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
-            where, part = eqn.params["label"]
-            entering = eqn.params["kind"] is Gate.IN
-            return [self.enter(where, part, facts[0], eqn) if entering else self.leave(where, part, facts[0])]
+            label, entering = eqn.params["label"], eqn.params["kind"] is Gate.IN
+            return [self.enter(*label, facts[0], eqn) if entering else self.leave(*label, facts[0])]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, lambda _: NOTHING, held=_held)
         inside = nested(eqn)
@@ -95,7 +95,7 @@ class Walk:
             )
         return NOTHING
 
-    def leave(self, where: str, part: str, fact: Fact) -> Fact:
+    def leave(self, where: str, part: str, kind: str, fact: Fact) -> Fact:
         """The fact of what a node makes: that it comes from this node, with nothing in between."""
         if part == "port":
             return frozenset({(where, ""), PORT}) | self.values.pop()
@@ -115,7 +115,7 @@ class Walk:
                     f"{where} is used with several parameters, {name(known)}, and {name(mine)}: these are two nodes. "
                     "Give each its own name; within a layer of several nodes, place.within('second')."
                 )
-        dense = where.startswith(("the dense node", "the conv node"))
+        dense = kind in ("dense", "conv")
         before = any(DENSE in fact for part, fact in entered if part == "value")
         self.dense_twice |= dense and before
         if part == "loss":

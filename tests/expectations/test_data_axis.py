@@ -37,11 +37,11 @@ def all_lanes(samples):
     """The obvious way to write it: a lane for each datum and sample."""
 
     @ap.stochastic(ap.likelihood_ratio())
-    def flip(theta, offset):
+    def choose_action(theta, offset):
         return dist.Bernoulli(logits=theta + 0 * offset)
 
     def program(tape, theta, offsets):
-        tape, b = flip(tape, theta, offsets)
+        tape, b = choose_action(tape, theta, offsets)
         return tape.cost(costs(b, offsets))
 
     return ap.expectation(program, lanes=3 * samples), jnp.repeat(OFFSETS, samples)
@@ -138,9 +138,10 @@ def test_axes_that_do_not_fit_are_errors():
 
 
 def test_a_baseline_that_mixes_data_is_named():
+    words = r"choose_action \(likelihood_ratio\): the leave-one-out baseline .* other data\. Let lanes be samples"
     for transform in (lambda f: f, jax.jit):
         objective, offsets = all_lanes(2)
-        with pytest.warns(UserWarning, match=r"flip \(likelihood_ratio\): the leave-one-out baseline .* other data"):
+        with pytest.warns(UserWarning, match=words):
             jax.eval_shape(transform(objective), KEY, THETA, offsets)
 
 
