@@ -10,7 +10,7 @@ import pytest
 
 import apgrad as ap
 from apgrad import mplp
-from apgrad._programs.control import all_equations
+from apgrad._programs.jaxprs import all_equations
 from apgrad.mplp.rules import _whitening as whitening
 from tests import devices
 from tests.refusals import refused

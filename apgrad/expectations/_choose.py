@@ -20,9 +20,8 @@ from jax import lax
 
 from apgrad._ground.messages import describe
 from apgrad._ground.warning import warn
-from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import is_inexact, trace
+from apgrad._programs.jaxprs import is_inexact, nested, trace
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
 from apgrad.expectations._programs.leading_axes import is_sum_over

@@ -14,8 +14,8 @@ import numpy as np
 from jax.core import Tracer
 
 from apgrad._programs import kinds
-from apgrad._programs.control import Parameters, Program, nested
 from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import Parameters, Program, nested
 
 
 def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[Any]:

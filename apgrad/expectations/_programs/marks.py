@@ -4,7 +4,7 @@ import enum
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from apgrad._programs.control import Program, inside_of, nested
+from apgrad._programs.jaxprs import Program, inside_of, nested
 
 
 def count_marks(program: Program, kind: enum.Enum) -> Counter[Hashable]:

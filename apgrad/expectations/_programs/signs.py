@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad._programs.control import Parameters
+from apgrad._programs.jaxprs import Parameters
 
 NUMBER = 8  # signs of a sketch: weights made from them add a per cent to a variance
 _K = -1  # the label of the axis of signs

@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._programs.control import Program, nested
-from apgrad._programs.jaxprs import caller, inline, is_inexact, place, restrict
+from apgrad._programs.jaxprs import Program, caller, inline, is_inexact, nested, place, restrict
 from apgrad.expectations._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
 

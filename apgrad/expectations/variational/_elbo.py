@@ -31,9 +31,8 @@ from numpyro.primitives import Messenger
 from apgrad._ground.arguments import whole
 from apgrad._ground.messages import Static
 from apgrad._ground.primitives import zero_with_gradient
-from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import trace
+from apgrad._programs.jaxprs import nested, trace
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
