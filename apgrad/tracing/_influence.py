@@ -137,7 +137,7 @@ def influence(
     def influence_of(*args, **kwargs):
         loss = traced(f, args, kwargs, argnums)
         found = influence_in(loss, kind, depth)
-        warn_of_residual_adds(loss, found.components, set())
+        warn_of_residual_adds(loss, found.components)
         return found
 
     return influence_of

@@ -37,12 +37,11 @@ def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
     return found
 
 
-def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[str]) -> None:
-    """Says which components hold the way around their branch too, and what to read; `warned_of` grows by these."""
+def warn_of_residual_adds(loss: Loss, components: Sequence[str], known: Sequence[str] = ()) -> list[str]:
+    """Says which components hold the way around their branch too, and what to read: those that it returns."""
     holding = _with_residual_adds(loss)
-    if not (shown := [name for name in holding if name in components and name not in warned_of]):
-        return
-    warned_of.update(shown)
+    if not (shown := [name for name in holding if name in components and name not in known]):
+        return []
     every_scope = dict.fromkeys(name for scope in scopes(loss.program) for name in components_of(scope, None))
     inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
     some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
@@ -57,6 +56,7 @@ def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[
         f"influence: {some(shown)}: a scope adds what comes in to what it makes of it, as a residual block does. Its "
         f"paths and those around it are all inside the scope, so that its influence is 1. {instead}"
     )
+    return shown
 
 
 def _with_residual_adds(loss: Loss) -> list[str]:

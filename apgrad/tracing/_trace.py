@@ -74,7 +74,7 @@ class Trace:
         self._loss = traced(f, args, kwargs, argnums)
         self.parameters = self._loss.names
         self._compiled, self._readers, self._influences = compiled, {}, {}
-        self._warned_of: set[str] = set()
+        self._warned_of: list[str] = []
 
     @functools.cached_property
     def gradient(self) -> Any:
@@ -104,7 +104,7 @@ class Trace:
         if kind not in self._influences:
             self._influences[kind] = self._run(lambda loss: influence_in(loss, kind, own=True))
         found = at_depth(self._influences[kind], self._loss.program, depth)
-        warn_of_residual_adds(self._loss, found.components, self._warned_of)
+        self._warned_of += warn_of_residual_adds(self._loss, found.components, self._warned_of)
         return found if top is None else found.top(top)
 
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:
