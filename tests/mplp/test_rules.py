@@ -47,7 +47,7 @@ RULES = {
     "thesis": functools.partial(thesis, learning_rate=0.1),
     "thesis, from descent": functools.partial(thesis, learning_rate=0.1, start="gradient_descent", batch_norm=False),
     "separable": separable,
-    "separable, neurons, gradient": functools.partial(separable, neuron_state=3, gradient=True, share=True),
+    "separable, neurons": functools.partial(separable, neuron_state=3, share=True),
     "separable, whitening": functools.partial(separable, neuron_state=2, whiten=True),
     "separable, window": functools.partial(separable, whiten=True, full=1, window=8),
     "normalized": normalized,
@@ -205,7 +205,7 @@ class TestStarts:
                         assert abs(np.mean(scaled)) < 4 * (1 / 3 / scaled.size) ** 0.5
 
 
-ORDERED = ("gru", "mlp", "thesis", "separable, neurons, gradient", "separable, whitening", "separable, window")
+ORDERED = ("gru", "mlp", "thesis", "separable, neurons", "separable, whitening", "separable, window")
 
 
 @pytest.mark.parametrize("make", [RULES[name] for name in ORDERED], ids=ORDERED)
@@ -230,7 +230,7 @@ def test_a_minibatch_that_is_given_twice_has_the_updates_of_one(x64):
     graph = GRAPHS["softmax, cross_entropy"]
     params, batch, _ = task(graph)
     sites = mplp.sites(graph.network, params, batch)
-    rules = [jiggle(RULES[name](sites)) for name in ("thesis, from descent", "separable, neurons, gradient")]
+    rules = [jiggle(RULES[name](sites)) for name in ("thesis, from descent", "separable, neurons")]
     updates = lambda rule, batch: first_step(rule, graph.network, params, batch)[0]
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
     one, two = jit(lambda rules: [[updates(rule, b) for rule in rules] for b in (batch, twice)])(rules)

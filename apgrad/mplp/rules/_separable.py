@@ -49,7 +49,6 @@ class Separable(MadeForSites):
         for networks of any depth.
       normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), so that a learned
         step size means the same in layers of every width.
-      gradient: whether networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: the learning rate of each place at first, which is meta-trained.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
       window: the number of rows of a window, about.
@@ -78,7 +77,6 @@ class Separable(MadeForSites):
         whiten: bool = False,
         share: bool | Literal["role"] = False,
         normalize: bool = False,
-        gradient: bool = False,
         learning_rate: float = 0.3,
         full: int = 512,
         window: int = 64,
@@ -86,7 +84,7 @@ class Separable(MadeForSites):
     ):
         networks = {"message_size": message_size, "rank": rank, "hidden": hidden}
         sizes = {"neuron_state": neuron_state, "full": full, "window": window}
-        flags = {"whiten": whiten, "normalize": normalize, "gradient": gradient}
+        flags = {"whiten": whiten, "normalize": normalize}
         require_one_of((False, True, "role"), share=share)
         require_one_of((False, True), **flags)
         require_sizes(1, **networks)
@@ -96,15 +94,14 @@ class Separable(MadeForSites):
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
         self.places = nnx.Dict({})
-        seen = message_size + gradient
         for key, site in first_sites(sites, self._key).items():
             if site.family == "dense":
-                made = _Dense(seen, message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs)
+                made = _Dense(message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs)
             elif site.family == "diagonal":
-                made = _Diagonal(seen, message_size, hidden, neuron_state, learning_rate, rngs)
+                made = _Diagonal(message_size, hidden, neuron_state, learning_rate, rngs)
             else:
-                arrives, features = 0 if site.begins else seen, len(site.features)
-                made = _Elementwise(arrives, features, message_size, hidden, neuron_state, rngs)
+                seen = len(site.features) + (0 if site.begins else message_size)
+                made = _Elementwise(seen, message_size, hidden, neuron_state, rngs)
             self.places[key] = made
 
     def init(self, site: Site) -> dict[str, Any]:
@@ -143,21 +140,21 @@ class _NeuronState(nnx.Module):
 
 
 class _Dense(nnx.Module):
-    def __init__(self, seen, message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs):
+    def __init__(self, message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs):
         make = lambda features, out, gain: Corrected(features + neuron_state, hidden, out, gain, rngs)
-        self.A = make(seen, rank, (0.0, 0.0))
+        self.A = make(message_size, rank, (0.0, 0.0))
         self.B = make(1 + whiten, rank, (0.0, 1.0))
-        self.U = make(seen, message_size, (0.0, 1.0))
-        self.bias = make(seen, 1, (0.0, 0.0))
+        self.U = make(message_size, message_size, (0.0, 1.0))
+        self.bias = make(message_size, 1, (0.0, 0.0))
         self.log_rate = nnx.Param(jnp.full(2, jnp.log(learning_rate), float))
         self.inputs: Any = _NeuronState(1, neuron_state, rngs) if neuron_state else nnx.data(None)
-        self.outputs: Any = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
+        self.outputs: Any = _NeuronState(message_size, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.log_white = nnx.Param(jnp.log(jnp.asarray(WHITENING, float))) if whiten else nnx.data(None)
-        self.seen, self.normalize = seen, normalize
+        self.normalize = normalize
 
     def __call__(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
         m, x, new = question.message, question.inputs, dict(state)
-        at_output, at_input = [_seen(question, self.seen)], [x[..., None]]
+        at_output, at_input = [m], [x[..., None]]
         if self.log_white is not None:
             strength, forget = jnp.exp(self.log_white[...])
             x, new["whitening"] = whitening.whiten(x, state["whitening"], strength, forget)
@@ -183,43 +180,35 @@ class _Dense(nnx.Module):
 class _Diagonal(nnx.Module):
     """The local rule of a bias, a scale or an embedded row: one network makes the update, and one makes the message."""
 
-    def __init__(self, seen, message_size, hidden, neuron_state, learning_rate, rngs):
-        make = lambda out, gain: Corrected(seen + 2 + neuron_state, hidden, out, gain, rngs)
+    def __init__(self, message_size, hidden, neuron_state, learning_rate, rngs):
+        make = lambda out, gain: Corrected(message_size + 2 + neuron_state, hidden, out, gain, rngs)
         self.update, self.message = make(1, (0.0, 0.0)), make(message_size, (0.0, 1.0))
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
-        self.neuron = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
-        self.seen = seen
+        self.neuron = _NeuronState(message_size, neuron_state, rngs) if neuron_state else nnx.data(None)
 
     def __call__(self, site: Site, question: Diagonal, state: dict[str, Any]) -> Answer:
-        m, new = _seen(question, self.seen), dict(state)
+        m, new = question.message, dict(state)
         parameter = jnp.broadcast_to(question.parameter, question.inputs.shape)
         parts = [m, parameter[..., None], question.inputs[..., None]]
         if self.neuron is not None:
             new["units"] = self.neuron(m, state["units"])
             parts.append(new["units"])
-        gradient = question.message[..., 0]
+        gradient = m[..., 0]
         update = -jnp.exp(self.log_rate[...]) * self.update(gradient * question.slope, *parts)[..., 0]
         return Answer(self.message(gradient * question.through, *parts), update, state=new)
 
 
 class _Elementwise(nnx.Module):
-    def __init__(self, seen, features, message_size, hidden, neuron_state, rngs):
-        self.G = Corrected(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), rngs)
-        self.neuron = _NeuronState(seen + features, neuron_state, rngs) if neuron_state else nnx.data(None)
-        self.seen = seen
+    def __init__(self, seen, message_size, hidden, neuron_state, rngs):
+        self.G = Corrected(seen + neuron_state, hidden, message_size, (0.0, 1.0), rngs)
+        self.neuron = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any]) -> Answer:
         parts = [jnp.stack(list(question.features.values()), axis=-1)]
         if question.message is not None:
-            parts.insert(0, _seen(question, self.seen))
+            parts.insert(0, question.message)
         new = dict(state)
         if self.neuron is not None:
             new["units"] = self.neuron(jnp.concatenate(parts, axis=-1), state["units"])
             parts.append(new["units"])
         return Answer(self.G(question.exact, *parts), state=new)
-
-
-def _seen(question: Any, size: int) -> jax.Array:
-    """The message; and for a rule that sees the gradient too, the gradient beside it as a further component."""
-    m = question.message
-    return m if m.shape[-1] == size else jnp.concatenate([m, question.gradient[..., None]], axis=-1)
