@@ -31,7 +31,7 @@ WIRED = "a signal of the wire"  # in the function of a `wire`
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
-    at = lambda x, part: mark(x, Gate.IN, (where, part)) if is_inexact(x) else x
+    at = lambda x, part: mark(x, Gate.IN, (where, part, "")) if is_inexact(x) else x
     port = lambda p: "port" if isinstance(p, Signal) else "parameter"
     return [type(p)(at(p.value, "value"), at(p.port, port(p))) for p in pairs], tuple(at(x, "data") for x in data)
 
@@ -60,8 +60,9 @@ class Walk:
     def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
-            label, entering = eqn.params["label"], eqn.params["kind"] is Gate.IN
-            return [self.enter(*label, facts[0], eqn) if entering else self.leave(*label, facts[0])]
+            where, part, kind = eqn.params["label"]
+            entering = eqn.params["kind"] is Gate.IN
+            return [self.enter(where, part, facts[0], eqn) if entering else self.leave(where, part, kind, facts[0])]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, lambda _: NOTHING, held=_held)
         inside = nested(eqn)

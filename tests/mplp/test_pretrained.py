@@ -209,7 +209,7 @@ def test_every_option_of_every_rule_is_checked():
     for rule, fixed, options in (
         (mplp.PerSynapse, small, {"cell share gradient": flags}),
         (mplp.PerSynapse, small, {"message_size hidden layers": ""}),
-        (mplp.Separable, {}, {"whiten share normalize gradient": flags}),
+        (mplp.Separable, {}, {"whiten share normalize": flags}),
         (mplp.Separable, {}, {"message_size rank hidden neuron_state full window learning_rate": ""}),
         (mplp.Thesis, {}, {"batch_norm learn_rate start see_loss": flags, "message_size hidden learning_rate": ""}),
     ):
