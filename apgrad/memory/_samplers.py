@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import meets
+from apgrad._ground.arguments import meets, require_call
 from apgrad.memory._packing import narrow as narrow, packing as packing
 from apgrad.memory._rounding import Memory, Rounding as Rounding, rounding as rounding, wide
 
@@ -76,6 +76,9 @@ def require_sampler(what: str, sampler: Any) -> Any:
         hash(sampler)
     except TypeError as error:
         raise TypeError(f"{what} is not hashable, {sampler!r}: make its class a frozen dataclass") from error
+    if sampler is not None:
+        require_call(f"keep of {what}", sampler.keep, ("key", "x", "axis"))
+        require_call(f"restore of {what}", sampler.restore, ("key", "memory", "like", "axis"))
     return sampler
 
 

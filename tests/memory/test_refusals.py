@@ -114,6 +114,14 @@ class Half:
         return x
 
 
+class WithoutAxis:
+    def keep(self, key, x):
+        return x
+
+    def restore(self, key, memory, like, axis=-1):
+        return memory
+
+
 class Unhashable:
     __hash__ = None
     keep = restore = variance = R.rounding(4).keep
@@ -123,6 +131,7 @@ BUDGET = {"sampler": None, "budget_bytes": 9}
 WRONG = {
     "not hashable": ({"sampler": Unhashable()}, TypeError, "not hashable"),
     "half a sampler": ({"sampler": Half()}, TypeError, r"has keep and restore, .*got <.*Half.*>, without restore$"),
+    "no axis": ({"sampler": WithoutAxis()}, TypeError, r"keep of sampler is called with \(key, x, axis\)"),
     "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
     "a class": ({"sampler": type(R.rounding(4))}, TypeError, "sampler is Rounding itself: call it"),
     "a number": ({"sampler": 4}, TypeError, "sampler has keep and restore"),
