@@ -70,7 +70,7 @@ PAPER = Config(tasks=tuple(TASKS), steps=240, long=720, rates=RATES, tuning=2, g
 
 def cells(config: Config) -> list[harness.Cell]:
     points = harness.grid(task=config.tasks, method=METHODS)
-    return [*policies.cells(config, points), {"task": config.tasks[0], "group": "seconds"}]
+    return [*policies.tuned_cells(config, points), {"task": config.tasks[0], "group": "seconds"}]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def _training(name, units, horizon, lanes):
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    return [{"method": EXPLOSION}, *policies.cells(config, harness.grid(method=config.methods))]
+    return [{"method": EXPLOSION}, *policies.tuned_cells(config, harness.grid(method=config.methods))]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

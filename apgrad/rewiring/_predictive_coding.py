@@ -70,7 +70,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
             if steps < (row := max(_in_a_row(plan, [0] * len(plan.jaxpr.invars)))):
                 raise ValueError(
                     f"predictive coding has {row} hidden values in a row, and {steps=}: an error passes one of them in "
-                    f"a step, so the first ones would not learn all, or nothing. Give steps={row} at least."
+                    f"a step, so that it would not reach the first ones. Give steps={row} at least."
                 )
             down = lambda z, g: z - rate * jnp.conj(g)
             step = lambda _, z: jax.tree.map(down, z, jax.grad(with_values)(z, *inputs))

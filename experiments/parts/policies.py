@@ -195,7 +195,7 @@ def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:
     return np.where(below.any(1), every * (1 + below.argmax(1)), np.inf)
 
 
-def cells(config: Any, points: list[harness.Cell]) -> list[harness.Cell]:
+def tuned_cells(config: Any, points: list[harness.Cell]) -> list[harness.Cell]:
     """The seeds for tuning, a cell each rate; then a group of the other seeds after the other, at the tuned rates."""
     found: list[harness.Cell] = [{**point, "rate": r, "group": "tuning"} for point in points for r in config.rates]
     return found + [{**point, "group": g} for g in range(config.groups) for point in points]
