@@ -12,7 +12,7 @@ has the same tasks in all four, so that differences between objectives are paire
 images after 20 steps of 8, over `runs` new networks, which are the same for every rule.
 
     python -m experiments.mplp_objective                   # two minutes; MNIST needs APGRAD_DATA
-    python -m experiments.mplp_objective --preset paper    # five seeds from random starts: a day of one core
+    python -m experiments.mplp_objective --preset paper    # five seeds from random starts: two days of a core
     python -m experiments.mplp_objective --preset paper --start published --network 36-20-10 --steps 60
     python -m experiments.mplp_objective --preset paper --network 36-20-10 --seeds 3 --objectives published held-out
 

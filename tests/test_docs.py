@@ -203,6 +203,7 @@ def measured_figures() -> dict[str, set[str]]:
             f"{PUBLISHED['mnist']:.0f} %",
             *(f"{p} %" for p in [*percent(here, trained), *percent(held, trained)]),
             *(f"{p} %" for p in percent(run("mplp_objective-small"), ["at the start"])),
+            *(f"{row['accuracy']:.0f} %" for row in run("mplp_objective-random")["rows"]),
         },
         "docs/new/paths.md": {
             *("{:.1f} to {:.1f} times".format(*growth(paths, g, draw)) for g in INTERLEAVED for draw in DRAWS),

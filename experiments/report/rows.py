@@ -252,8 +252,6 @@ def objectives(results) -> Rows:
     rows = [["objective", "weight of held-out data", "held-out images", "seeds", "accuracy, %", "minus published's"]]
     settings = {"published": (".3", "8"), "weight": (".7", "8"), "data": (".3", "64"), "held-out": (".7", "64")}
     for name, setting in settings.items():
-        if name not in results:
-            continue
         more = results.get(f"{name} minus published")
         rows.append([name, *setting, str(results[name]["seeds"]), _mean(results[name]), _mean(more) if more else ""])
     return rows
