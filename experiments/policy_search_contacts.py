@@ -112,8 +112,7 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The rate, the costs of each seed at each evaluation, and the seconds of a step."""
     if cell["method"] == EXPLOSION:
-        keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
-        return _explosion(config, keys[config.tuning :][:4])
+        return _explosion(config, policies.seed_keys(config)[config.tuning :][:4])
     rate, keys = policies.tuned(config, cell)
     learner = _training(cell["method"], config.units, config.horizon, config.lanes)
     evaluate = policies.evaluation(PUCK, TASK, config.horizon)

@@ -15,7 +15,7 @@ def is_key(x: Any) -> bool:
 
 def require_key(what: str, key: Any, hint: str = "") -> jax.Array:
     if is_key(key):
-        if key.ndim == 0:
+        if key.ndim == 0:  # typed
             return key
         return jax.random.wrap_key_data(jnp.asarray(key), impl=None if jnp.shape(key) == _raw_shape() else "rbg")
     got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__

@@ -150,7 +150,7 @@ class _Residuals:
         return number, leaves, [jnp.zeros(0)] * (size - len(leaves))
 
     def require_equal(self, memory: Any, error: Exception) -> None:
-        """Where the most arrays are not known, all structures have as many."""
+        """Where it is not known how many arrays a structure may have, all must have as many as the first."""
         count = len(jax.tree.leaves(memory))
         if self.counts not in (None, count):
             raise error

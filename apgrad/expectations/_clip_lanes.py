@@ -113,7 +113,7 @@ def _backward(memory, message):
     mean = jnp.mean(length.reshape(counted.shape), 1, where=counted)
     limit = jnp.where(counted.any(1), log_factor + mean, jnp.inf)
     limit = jnp.broadcast_to(limit[:, None], counted.shape).reshape(shape)
-    cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # of a factor that is none: NaN
+    cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # a limit of NaN, of no positive factor, cuts
 
     def answer(m):
         if not is_inexact(m):

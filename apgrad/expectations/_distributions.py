@@ -197,9 +197,9 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
             name, part = type(part).__name__, copy.copy(part)
             part.loc = refuse_second_derivative(
                 part.loc,
-                f"{what}: the density of {name} has a kink at its location, so that the second derivative of its "
-                "logarithm with respect to that is not what the expectation's is made of, and likelihood ratio is "
-                "right once. Use reparameterization(), or a smooth density such as SoftLaplace.",
+                f"{what}: the density of {name} has a kink at its location, where its second derivative is a delta "
+                "function that no sample shows: likelihood ratio has no second derivative with respect to the "
+                "location. Use reparameterization(), or a smooth density such as SoftLaplace.",
             )
         return part
 

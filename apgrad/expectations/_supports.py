@@ -65,11 +65,8 @@ def constraint_of(thing, name):
 
 
 def is_discrete(part, key) -> bool:
-    known = []
-    for constraint in [
-        constraint_of(part, "support"),
-        *(constraint_of(transform, "codomain") for transform in transforms_of(part)),
-    ]:
+    known, codomains = [], [constraint_of(transform, "codomain") for transform in transforms_of(part)]
+    for constraint in [constraint_of(part, "support"), *codomains]:
         with contextlib.suppress(AttributeError, NotImplementedError):
             known.append(bool(constraint.is_discrete))  # pyright: ignore[reportOptionalMemberAccess]
     if known:
@@ -138,6 +135,6 @@ def bounds_of(distribution):
         return [distribution.v, distribution.log_density]
     if isinstance(distribution, WRAPPERS):
         return []
-    return (
-        [constraint_of(distribution, "support")] if _tells_its_support(distribution) else _transformed(distribution)[1]
-    )
+    if _tells_its_support(distribution):
+        return [constraint_of(distribution, "support")]
+    return _transformed(distribution)[1]

@@ -201,9 +201,14 @@ def tuned_cells(config: Any, points: list[harness.Cell]) -> list[harness.Cell]:
     return found + [{**point, "group": g} for g in range(config.groups) for point in points]
 
 
+def seed_keys(config: Any) -> jax.Array:
+    """A key for each seed, those for tuning first: the same for all methods."""
+    return jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
+
+
 def tuned(config: Any, cell: harness.Cell) -> tuple[float, jax.Array]:
-    """The rate of a cell, the best at the end of tuning, and the keys of its seeds, which are those of all methods."""
-    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
+    """The rate of a cell, the best at the end of tuning, and the keys of its seeds."""
+    keys = seed_keys(config)
     if cell["group"] == "tuning":
         return cell["rate"], keys[: config.tuning]
     first, point = config.tuning + cell["group"] * config.seeds, {k: v for k, v in cell.items() if k != "group"}

@@ -35,5 +35,5 @@ def reparameterization() -> Estimator:
     """
     pathwise = functools.partial(distributions.pathwise_sample, "reparameterization")
     assumptions = "Costs are continuous in the sample and differentiable almost everywhere; "
-    assumptions += "for a second derivative their first one is, too."
+    assumptions += "a second derivative needs a continuous first one."
     return Estimator("reparameterization", pathwise, bias="none", assumptions=assumptions, every_order=True)
