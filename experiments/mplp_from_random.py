@@ -120,10 +120,8 @@ def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **
         prior = task.prior(keys[2])
         return mplp.fit_standardizers(rule, task.network, prior, batches, blend=blend, max_scale=max_scale)
 
-    fit = jax.jit(fitted)
-    for key in jax.random.split(jax.random.key(seed + 1), rounds):
-        rule = fit(rule, key)
-    return rule
+    many = jax.jit(lambda rule, keys: jax.lax.scan(lambda rule, key: (fitted(rule, key), None), rule, keys)[0])
+    return many(rule, jax.random.split(jax.random.key(seed + 1), rounds))
 
 
 def judge(
@@ -175,7 +173,7 @@ def training(
     **options: Any,
 ) -> tuple[meta.OuterGradient, optax.GradientTransformation, mplp.PerSynapse]:
     """The outer gradient, the published outer optimizer (or Adam at another rate), and the rule at its start."""
-    pooled = task._replace(prior=meta.pool(task.prior, POOLS[study], jax.random.key(seed + 2)))
+    pooled = pooled_task(study, task, seed)
     if objective in ("published", "weight"):
         pooled = meta_curves.held_out_minibatches(pooled, FRESH[study])
     hint, held_out = (0.7, 0.3) if objective in ("published", "data") else (0.3, 0.7)
@@ -183,9 +181,18 @@ def training(
     problem = meta.inner_problem(pooled, learner, STEPS[study], hint=hint, held_out=held_out)
     outer = meta.reverse_mode(problem)
     outer = meta.batched(outer, 4) if study == "sinusoid" else outer
+    return outer, outer_optimizer(study, rate), new_rule(study, pooled, seed, max_scale, **options)
+
+
+def pooled_task(study: str, task: meta.Task, seed: int) -> meta.Task:
+    """The tasks, which begin at networks of the published pool's size."""
+    return task._replace(prior=meta.pool(task.prior, POOLS[study], jax.random.key(seed + 2)))
+
+
+def outer_optimizer(study: str, rate: float | None = None) -> optax.GradientTransformation:
+    """The published outer optimizer, or its Adam at another rate."""
     rate = rate or {"sinusoid": 1e-4, "mnist": 5e-4}[study]
-    optimizer = optax.chain(meta.normalize_tensors(), optax.adam(rate))
-    return outer, optimizer, new_rule(study, pooled, seed, max_scale, **options)
+    return optax.chain(meta.normalize_tensors(), optax.adam(rate))
 
 
 def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> tuple[Any, list[float]]:

@@ -8,117 +8,163 @@ the loss on 8 held-out images. Training with .3 and .7, on 64 held-out images, l
     data        weight .3, 64 images         held-out    weight .7, 64 images
 
 The rule, which is never given a gradient, its sizes, its outer optimizer and its tasks are the same in all four; a seed
-has the same tasks in all four, so that differences between objectives are paired. Given is the accuracy on 100 test
-images after 20 steps of 8, over `runs` new networks, which are the same for every rule.
+has the same tasks in all four, so that differences between objectives are paired. All rules
+are trained in one program, side by side. Given is the accuracy on 100 test images after 20 steps of 8, over `runs` new
+networks, which are the same for every rule; also with a step function, and in a network of other sizes.
 
     python -m experiments.mplp_objective                   # two minutes; MNIST needs APGRAD_DATA
-    python -m experiments.mplp_objective --preset paper    # five seeds from random starts: two days of a core
-    python -m experiments.mplp_objective --preset paper --start published --network 36-20-10 --steps 60
-    python -m experiments.mplp_objective --preset paper --network 36-20-10 --seeds 3 --objectives published held-out
+    python -m experiments.mplp_objective --preset paper    # random starts: minutes of a GPU, two days of a CPU's core
+    python -m experiments.mplp_objective --preset paper --start published --network 36-20-10 --steps 60 --transfers
 
-The third goes on from the authors' checkpoint, whose flat phase is behind it: a 36-20-10 network on 6x6 images takes a
+The last goes on from the authors' checkpoint, whose flat phase is behind it: a 36-20-10 network on 6x6 images takes a
 seventh of the time of the published 144-50-10 (the checkpoint's networks are shared between places, so that they fit
-another size). All seeds have the same pool of 16 networks, so that they share one compiled program; a random start is
-of the seed.
-
-The report takes any of the cells; a difference has the seeds that both objectives have finished, a standard error over
-seeds and, of the same networks, one over networks.
+another size). All seeds have the same pool of 16 networks; a random start is of the seed. A difference has a standard
+error over seeds.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+import operator
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from apgrad import meta, mplp
 from experiments import harness, mplp_from_random, mplp_published
 from experiments.parts import meta_curves
 
-PARTIAL = True
-OBJECTIVES: tuple[mplp_from_random.Objective, ...] = get_args(mplp_from_random.Objective)
-Start = Literal["random", "published"]
+OBJECTIVES = {"published": (0.3, 8), "weight": (0.7, 8), "data": (0.3, 64), "held-out": (0.7, 64)}
+"""The weight and the number of the held-out images."""
+STRETCHES = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 
-    start: Start = "random"  # "random", or "published" to go on from the authors' checkpoint.
+    start: Literal["random", "published"] = "random"  # "published" to go on from the authors' checkpoint.
     network: str = "16-5-10"  # the sizes of the network that learns; images are square.
-    steps: int = 20  # outer steps.
+    steps: int = 20  # outer steps, a multiple of 20.
     seeds: int = 2  # of the meta-training.
-    objectives: tuple[mplp_from_random.Objective, ...] = OBJECTIVES  # what to train by.
+    objectives: tuple[mplp_from_random.Objective, ...] = tuple(OBJECTIVES)  # what to train by.
+    transfers: tuple[str, ...] = ()  # what a rule is also judged in: "step", or the sizes of another network.
     runs: int = 20  # networks that a rule is judged on.
 
     def __post_init__(self):
-        harness.require_least(self, runs=2, seeds=1)
+        harness.require_least(self, runs=2, seeds=2, steps=STRETCHES)
         harness.require_among(self, objectives=OBJECTIVES)
+        if self.steps % STRETCHES:
+            raise ValueError(f"steps must be a multiple of {STRETCHES}, got {self.steps}")
 
 
-PAPER = Config(network="144-50-10", steps=5_000, seeds=5, runs=100)
+PAPER = Config(network="144-50-10", steps=5_000, seeds=5, transfers=mplp_from_random.TRANSFERS, runs=100)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Seed by seed, so that a run that is stopped has whole ones."""
-    return harness.grid(seed=range(config.seeds), objective=config.objectives)
+    """One, since one program trains all rules."""
+    return harness.grid(network=[config.network])
+
+
+def outer_gradient(task: meta.Task) -> meta.OuterGradient:
+    """Of a rule that is `Numbered` by the weight and the number of its held-out images."""
+    steps, learner = mplp_from_random.STEPS["mnist"], meta.message_passing(task.network)
+
+    def of(objective: jax.Array) -> meta.OuterGradient:
+        weight, number = objective
+
+        def held_out(drawn, key):
+            x, y = task.held_out(drawn, key)
+            counted = jnp.arange(len(y), dtype=y.dtype) < number
+            return x, y * jnp.where(counted, len(y) / number, 0)[:, None]  # the loss is a mean, and linear in y
+
+        problem = meta.inner_problem(task._replace(held_out=held_out), learner, steps, hint=1.0, held_out=1.0)
+
+        def step(theta, inner):
+            inner, loss = problem.step(theta, inner)
+            return inner, (1 - weight) * loss
+
+        final = lambda theta, inner: weight * problem.final(theta, inner)
+        return meta.reverse_mode(problem._replace(step=step, final=final))
+
+    return meta_curves.numbered(of)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The accuracies of the trained rule, (runs, 21), of the rule at its start, and the outer losses."""
-    seed = config.seed + cell["seed"]  # the same tasks for every objective
+    """Accuracies of each seed's rule at the start, (seeds, runs, 21), and trained by each objective, (objectives,
+    seeds, runs, 21); the same for each transfer; outer losses, and steps that were skipped.
+    """
     task = mplp_from_random.task_of("mnist", transfer=config.network)
-    outer, optimizer, rule = mplp_from_random.training("mnist", task, config.seed, None, cell["objective"])
+    task = mplp_from_random.pooled_task("mnist", task, config.seed)
+    seeds = config.seed + jnp.arange(config.seeds)
     if config.start == "published":
         path = mplp_published.folder() / "mplp_published" / "mnist.npz"
-        rule: Any = mplp.load_published(path, meta_curves.sites(task))
+        rule = mplp.load_published(path, meta_curves.sites(task))
+        starts = jax.tree.map(lambda x: jnp.stack([x] * config.seeds), rule)
     else:
-        rule = mplp_from_random.new_rule("mnist", task, seed, None)
+        starts = jax.jit(jax.vmap(lambda seed: mplp_from_random.new_rule("mnist", task, seed, None)))(seeds)
+    objectives = jnp.array([OBJECTIVES[name] for name in config.objectives]).repeat(config.seeds, 0)
+    count = len(config.objectives)
+    rules = meta_curves.Numbered(jax.tree.map(lambda x: jnp.concatenate([x] * count), starts), objectives)
+    keys = jnp.tile(jax.vmap(jax.random.key)(seeds), count)  # the same tasks for every objective
+    outer, optimizer = outer_gradient(task), mplp_from_random.outer_optimizer("mnist")
     saved = harness.checkpoint(config, cell)
-    trained, losses, skipped = meta_curves.train(outer, optimizer, rule, seed, config.steps, 20, saved)
-    judged = meta_curves.evaluation(
-        test := mplp_from_random.task_of("mnist", judged=True, transfer=config.network),
-        meta.message_passing(test.network),
-        config.seed,
-        config.runs,
-        mplp_from_random.STEPS["mnist"],
-        lambda params, batch: 100 * meta.accuracy(test, params, batch),
-    )
-    start = judged(rule).tolist() if cell["objective"] == config.objectives[0] else None  # the same for all of them
-    return {"start": start, "curve": judged(trained).tolist(), "losses": losses, "skipped": skipped}
+    trained, losses, skipped = meta_curves.train_together(outer, optimizer, rules, keys, config.steps, STRETCHES, saved)
+
+    def judged(transfer):
+        test = mplp_from_random.task_of("mnist", judged=True, transfer=transfer)
+        accuracy = lambda params, batch: 100 * meta.accuracy(test, params, batch)
+        learner, steps = meta.message_passing(test.network), mplp_from_random.STEPS["mnist"]
+        of = meta_curves.evaluation(test, learner, config.seed, config.runs, steps, accuracy)
+        each = lambda stack, n: np.array([of(jax.tree.map(operator.itemgetter(i), stack)) for i in range(n)])
+        start = each(starts, config.seeds)
+        return {"start": start, "curve": each(trained.rule, len(keys)).reshape(count, *start.shape)}
+
+    transfers = {name: judged(name) for name in config.transfers}
+    shaped = lambda x: x.reshape(count, config.seeds, *x.shape[1:])
+    return judged(config.network) | {"losses": shaped(losses), "skipped": shaped(skipped), "transfers": transfers}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    last = {(c["objective"], c["seed"]): float(np.mean(r["curve"], 0)[-1]) for c, r in records}
-    starts = [np.mean(r["start"], 0) for _, r in records if r["start"]]
-    rows = [{**c, "accuracy": last[c["objective"], c["seed"]], "outer_loss": r["losses"][-1]} for c, r in records]
+    ((_, result),) = records
 
     def mean(values):
         return {"mean": float(np.mean(values)), "standard_error": harness.standard_error(values), "seeds": len(values)}
 
-    figures = {"at the start": mean([start[-1] for start in starts])}
+    def figures_of(found, name=""):
+        """Of (objectives, seeds), the accuracies after the last step."""
+        last = dict(zip(config.objectives, np.mean(found["curve"], 2)[..., -1], strict=True))
+        figures = {"at the start": mean(np.mean(found["start"], 1)[:, -1])} | {o: mean(v) for o, v in last.items()}
+        if "published" in last:
+            differences = {o: v - last["published"] for o, v in last.items() if o != "published"}
+            figures |= {f"{o} minus published": mean(v) for o, v in differences.items()}
+        if len(last) == len(OBJECTIVES):
+            both, none = last["held-out"], last["published"]
+            figures["weight, at both numbers"] = mean((both - last["data"] + last["weight"] - none) / 2)
+            figures["number, at both weights"] = mean((both - last["weight"] + last["data"] - none) / 2)
+        return {key + name: value for key, value in figures.items()}, last
+
+    figures, last = figures_of(result)
+    others = {name: figures_of(found, f", {name}") for name, found in result["transfers"].items()}
+    for more, _ in others.values():
+        figures |= more
+    rows = [
+        {"seed": s, "objective": o, "accuracy": last[o][s]}
+        | {name: also[o][s] for name, (_, also) in others.items()}
+        | {"outer_loss": result["losses"][i][s][-1], "skipped": result["skipped"][i][s]}
+        for s in range(config.seeds)
+        for i, o in enumerate(config.objectives)
+    ]
     figure, ((left, right),) = harness.panels(1, 2, (9, 3.8))
-    for i, objective in enumerate(OBJECTIVES):
-        mine = [(c["seed"], r) for c, r in records if c["objective"] == objective]
-        if not mine:
-            continue
-        figures[objective] = mean([last[objective, s] for s, _ in mine])
-        paired = [last[objective, s] - last["published", s] for s, _ in mine if ("published", s) in last]
-        if objective != "published" and paired:
-            figures[f"{objective} minus published"] = mean(paired)
-        curve = np.mean([np.mean(r["curve"], 0) for _, r in mine], 0)
-        left.plot(curve, f"C{i}", label=f"{objective}, {len(mine)} seeds")
-        right.plot([s + 0.08 * (i - 1.5) for s, _ in mine], [last[objective, s] for s, _ in mine], f"C{i}o")
-    whole = [s for s in range(config.seeds) if all((objective, s) in last for objective in OBJECTIVES)]
-    if whole:
-        half = lambda objectives, s: sum(last[objective, s] for objective in objectives) / 2
-        alone = lambda more, less: mean([half(more, s) - half(less, s) for s in whole])
-        figures["weight, at both numbers"] = alone(("weight", "held-out"), ("published", "data"))
-        figures["number, at both weights"] = alone(("data", "held-out"), ("published", "weight"))
-    left.plot(np.mean(starts, 0), "k:", label="before this training")
+    for i, (objective, curves) in enumerate(zip(config.objectives, np.mean(result["curve"], 2), strict=True)):
+        left.plot(curves.T, f"C{i}", alpha=0.3, lw=0.8)
+        left.plot(curves.mean(0), f"C{i}", label=f"{objective}, {config.seeds} seeds")
+        right.plot(np.arange(config.seeds) + 0.08 * (i - 1.5), last[objective], f"C{i}o")
+    left.plot(np.mean(result["start"], (0, 1)), "k:", label="before this training")
     left.set(xlabel="inner step", ylabel="test accuracy, %", title=f"{config.network}, {config.steps} outer steps")
     left.legend()
     right.set(xlabel="seed", ylabel=f"test accuracy after {mplp_from_random.STEPS['mnist']} steps, %")
-    right.set_xticks(sorted({c["seed"] for c, _ in records}))
+    right.set_xticks(range(config.seeds))
     return harness.Report(figures, rows, harness.table(rows, *rows[0]), figure)
 
 

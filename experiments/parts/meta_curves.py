@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tqdm
 from flax import nnx
 from matplotlib.figure import Figure
 
@@ -99,6 +100,40 @@ def train(
     return done.theta, [float(np.mean(part)) for part in stretches], int(done.skipped)
 
 
+def train_together(
+    outer: meta.OuterGradient, optimizer: Any, thetas: Any, keys: jax.Array, steps: int, points: int, saved: Any
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """`train` of a stack of meta-parameters, each with its key, in one program, which an accelerator asks for.
+
+    Returns the trained stack, the mean losses of `points` stretches (trainings, points), and the steps each skipped.
+    """
+    begin = jax.jit(jax.vmap(lambda theta, key: meta.begin(outer, optimizer, theta, key)))
+    call = jax.jit(jax.vmap(meta.outer_steps(outer, optimizer, steps // points), (0, None)))
+    training = begin(thetas, keys)
+    state, losses = saved.load((_raw(training), np.zeros((len(keys), 0))))
+    training = _typed(state, training)
+    for _ in tqdm.trange(losses.shape[1], points, desc=f"of {points} stretches of {steps // points} outer steps"):
+        training, metrics = call(training, jnp.asarray(steps))
+        losses = np.column_stack([losses, np.mean(metrics["loss"], 1)])
+        saved.save((_raw(training), losses))
+    return training.theta, losses, np.asarray(training.skipped)
+
+
+def _raw(tree: Any) -> Any:
+    """The tree with keys as their data, which a checkpoint can hold."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _typed(tree: Any, like: Any) -> Any:
+    """The tree whose `_raw` is given; another one is like it."""
+    typed = lambda x, y: jax.random.wrap_key_data(jnp.asarray(x)) if _is_key(y) else jnp.asarray(x)
+    return jax.tree.map(typed, tree, like)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 class Numbered(NamedTuple):
     """A rule, and a number that stays as it is: one compiled program serves all values of the number."""
 
@@ -141,15 +176,10 @@ def judged_training(
     """
     if points < 1 or steps % points:
         raise ValueError(f"the outer steps are a multiple of the points of a curve, got {steps} and {points}")
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     begin, call = _compiled(outer, optimizer, steps // points)
     start = begin(theta, jax.random.key(seed))
-    raw = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-    typed = lambda tree, like: jax.tree.map(
-        lambda x, y: jax.random.wrap_key_data(jnp.asarray(x)) if is_key(y) else jnp.asarray(x), tree, like
-    )
-    state = checkpoint.load((raw(start), raw(theta), np.zeros((0, 1)), np.zeros(0)))
-    training, best, judgements, losses = typed(state[0], start), typed(state[1], theta), *state[2:]
+    state = checkpoint.load((_raw(start), _raw(theta), np.zeros((0, 1)), np.zeros(0)))
+    training, best, judgements, losses = _typed(state[0], start), _typed(state[1], theta), *state[2:]
     if not len(judgements):
         judgements = np.asarray(judge(theta), np.float64)[None]
     while len(losses) < points:
@@ -159,7 +189,7 @@ def judged_training(
             best = training.theta
         judgements = np.concatenate([judgements, found[None]])
         losses = np.append(losses, np.mean(metrics["loss"]))
-        checkpoint.save((raw(training), raw(best), judgements, losses))
+        checkpoint.save((_raw(training), _raw(best), judgements, losses))
     return Judged(best, judgements, losses, int(training.skipped))
 
 

@@ -1,7 +1,9 @@
 """Tests of the meta-training experiments: a tiny run, and what their cells are."""
 
+import os
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from experiments import (
     mplp_batch_entropy,
     mplp_from_random,
     mplp_maml,
+    mplp_objective,
     mplp_settings,
     mplp_sgd,
     mplp_sinusoid,
@@ -193,6 +196,41 @@ def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="a multiple of the points of a curve, got 5 and 3"):
         meta_curves.judged_training(*arguments[:4], 5, 3, killed, checkpoint)
+
+
+def test_trainings_side_by_side_are_each_alone(tmp_path):
+    outer, optimizer, thetas = toy(), optax.sgd(0.1, momentum=0.9), jnp.array([0.5, 0.1])
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    saved = harness.Checkpoint(tmp_path / "together.npz")
+    together, losses, skipped = meta_curves.train_together(outer, optimizer, thetas, keys, 6, 3, saved)
+    alone = [
+        meta.train(outer, optimizer, theta, key, 6, progress=False).theta
+        for theta, key in zip(thetas, keys, strict=True)
+    ]
+    np.testing.assert_allclose(together, jnp.stack(alone), rtol=1e-5)
+    assert losses.shape == (2, 3) and not skipped.any()
+    again, same, _ = meta_curves.train_together(outer, optimizer, thetas, keys, 6, 3, saved)
+    np.testing.assert_array_equal(together, again)
+    np.testing.assert_array_equal(losses, same)
+
+
+@pytest.mark.long
+@pytest.mark.skipif("APGRAD_DATA" not in os.environ, reason="APGRAD_DATA, the folder with mnist.npz, is not set")
+def test_objectives_side_by_side_are_each_alone():
+    """The weight and the number of held-out images, as numbers, give the outer gradient of `mplp_from_random`."""
+    task = mplp_from_random.task_of("mnist", transfer="16-5-10")
+    first = lambda drawn, key: jax.tree.map(lambda x: x[:8], task.held_out(drawn, key))
+    pairs = {"data": task, "held-out": task, "published": task._replace(held_out=first)}
+    rule = mplp_from_random.new_rule("mnist", task, 0, None)
+    side = mplp_objective.outer_gradient(mplp_from_random.pooled_task("mnist", task, 0))
+    estimate = lambda outer, theta: outer.estimate(theta, jax.random.key(1), outer.init(theta, jax.random.key(2)))[:2]
+    for name, alone in pairs.items():
+        outer = mplp_from_random.training("mnist", alone, 0, None, "data" if name == "published" else name)[0]
+        loss, gradient = jax.jit(lambda rule, outer=outer: estimate(outer, rule))(rule)
+        numbered = meta_curves.Numbered(rule, jnp.array(mplp_objective.OBJECTIVES[name]))
+        same, found = jax.jit(lambda theta: estimate(side, theta))(numbered)
+        np.testing.assert_allclose(same, loss, rtol=1e-5)
+        chex.assert_trees_all_close(found.rule, gradient, rtol=2e-3, atol=1e-6)
 
 
 def test_the_rule_of_section_5_1_sees_prediction_and_target_alone():
