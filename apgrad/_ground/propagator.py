@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from apgrad._ground.closures import may_close_over_a_tracer
@@ -377,5 +378,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
 def _instantiate(message: Any) -> Any:
     # A symbolic zero stands for an array, and has its shape and dtype; `jax.vjp` takes a Python number for a scalar.
     if isinstance(message, SymbolicZero):
+        if message.dtype == jax.dtypes.float0:  # of an integer; jax.numpy has none where the integer was Python's
+            return np.zeros(message.shape, message.dtype)
         return jnp.zeros_like(message)  # pyright: ignore[reportArgumentType]
     return message if hasattr(message, "dtype") else jnp.asarray(message)

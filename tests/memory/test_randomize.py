@@ -119,6 +119,24 @@ def test_control_flow():
     assert_randomized(control, R.rounding(4, group=8), x, w, min_size=8)
 
 
+def counted(x, w):
+    """Python's integers leave each kind of control flow, and the function."""
+    n, x = jax.lax.cond(x[0, 0] > 0, lambda x: (1, jnp.sin(x @ w)), lambda x: (2, x @ w), x)
+    (_, x), steps = jax.lax.scan(lambda c, _: ((c[0] + 1, jnp.tanh(c[1] @ w)), c[0]), (0, x), None, length=3)
+    m, x = jax.checkpoint(lambda x: (3, jnp.sin(x) @ w))(x)
+    return jnp.sum(x**2) * (n * m + jnp.sum(steps)).astype(x.dtype), {"examples": len(x)}
+
+
+@pytest.mark.quick
+def test_integers_of_python_are_outputs_as_they_are():
+    x, w = normal(0, 4, 8), 0.5 * normal(1, 8, 8)
+    lean = ap.randomize(counted, R.rounding(32), min_size=8)
+    exact, _ = jax.jit(jax.grad(counted, argnums=(0, 1), has_aux=True))(x, w)
+    found, aux = jax.jit(jax.grad(lean, argnums=(1, 2), has_aux=True))(KEY, x, w)
+    chex.assert_trees_all_close(found, exact, rtol=1e-5, atol=1e-6)
+    assert aux == {"examples": 4}
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("options", [{"sampler": R.rounding(4)}, {"budget_bytes": 10_000}], ids=str)
 def test_a_loop_is_planned_in_time_that_is_linear_in_its_depth(options, monkeypatch):
