@@ -101,6 +101,13 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
     return jnp.asarray(message, dtype)
 
 
+def tuple_of(count: int, what: str, value: Any) -> tuple[Any, ...]:
+    """The value, which is what a function of the user's returned; `what` says which one returns what."""
+    if not (isinstance(value, tuple) and len(value) == count):
+        raise TypeError(f"{what}, got {describe(value)}")
+    return value
+
+
 def describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from apgrad._ground.closures import may_close_over_a_tracer
-from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, numbered
+from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, numbered, tuple_of
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import pure
 from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked
@@ -370,9 +370,7 @@ def _require_propagators(name: str, propagators: tuple[Any, ...]) -> None:
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"a propagator's forward must return the pair (output, memory or None), got {describe(result)}")
-    return result
+    return tuple_of(2, "a propagator's forward must return the pair (output, memory or None)", result)
 
 
 def _instantiate(message: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad._ground.arguments import number, whole
+from apgrad._ground.messages import tuple_of
 from apgrad._ground.norms import rescaled
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
 from apgrad.meta._unroll import Problem, final, objective, only_if, run, scalar, step, zero_of
@@ -58,7 +59,8 @@ class OuterGradient:
           carry: the carry of `init` or of the estimate before.
         """
         require_trainable(theta)
-        loss, gradient, carry = self._estimate(theta, key, carry)
+        returns = "the estimate of an outer gradient returns (loss, gradient, carry)"
+        loss, gradient, carry = tuple_of(3, returns, self._estimate(theta, key, carry))
         form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
         if form(gradient) != form(theta):
             own, got = (jax.tree.map(jnp.shape, tree) for tree in (theta, gradient))

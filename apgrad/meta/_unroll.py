@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from apgrad import mplp
 from apgrad._ground.arguments import number, whole
+from apgrad._ground.messages import tuple_of
 from apgrad.meta._learners import Learner
 from apgrad.meta._tasks import Task
 
@@ -162,7 +163,7 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
 
 
 def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
-    state, loss = problem.step(theta, state)
+    state, loss = tuple_of(2, "a problem's step returns the pair (state, loss)", problem.step(theta, state))
     return state, scalar("the loss of a step", loss)
 
 
@@ -181,6 +182,8 @@ def zero_of(function: Callable[[], Any]) -> jax.Array:
 
 
 def scalar(what: str, loss: Any) -> Any:
+    if loss is None:
+        raise TypeError(f"{what} is a real scalar, got None: return it")
     if jnp.shape(loss) or jnp.iscomplexobj(loss):
         raise TypeError(f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}: take its mean or sum")
     return loss

@@ -224,6 +224,8 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
     cases = [
         (r"the loss of a step is a real scalar, got float32\(3,\)", LINE, jnp.ones(3)),
         ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), jnp.ones(())),
+        ("the final loss is a real scalar, got None", LINE._replace(final=lambda th, s: None), jnp.ones(())),
+        (r"step returns the pair \(state, loss\), got an array", LINE._replace(step=lambda th, s: s), jnp.ones(())),
         (r"theta\['n'\] is int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
         (r"theta\['n'\] is int\b", LINE, {"x": 1.0, "n": 1}),
         (r"theta\['n'\] is str", LINE, {"x": 1.0, "n": "relu"}),
@@ -274,6 +276,8 @@ def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
     for gradient in (jnp.ones(1), jnp.ones(()), (ones,)):
         words = r"has theta's structure and shapes: theta has \(3,\), .*returned"
         refused(TypeError, words, wrapped(jnp.sum, gradient), ones, key)
+    two = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (jnp.sum(theta), ones))
+    refused(TypeError, r"returns \(loss, gradient, carry\), got a tuple of 2", wrap(two), ones, key)
     words = r"the loss of an outer gradient is a real scalar, got float32\(3,\)"
     refused(TypeError, words, wrapped(lambda theta: theta, ones), ones, key)
 
