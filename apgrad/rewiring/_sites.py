@@ -99,8 +99,10 @@ class Planner:
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
         jaxpr = program.jaxpr
-        function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
-        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
+        outputs = list(dict.fromkeys(jaxprs.variables(jaxpr.outvars)))
+        inside = jaxprs.part(jaxpr.eqns, jaxpr.invars, outputs, program)
+        function = lambda *inputs: jaxprs.evaluate(inside, inputs, _run)
+        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, outputs, ""), function)
         return self.plan(program, facts, "") if step is None else jaxprs.part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:

@@ -179,6 +179,25 @@ def test_parameters_of_a_rule_get_updates_and_every_node_the_message_of_the_outp
     assert sum(update.values()) == 5 + 11  # the inputs of both uses
 
 
+def test_a_function_that_is_one_site_may_return_constants_its_inputs_and_an_array_twice():
+    def loss(w, x):
+        y = jnp.sum(jnp.tanh(w) * x)
+        return y, (3, 0.5, jnp.int32(7), w, y, jnp.arange(2))
+
+    rule = rebuilding(("function",))[0]
+    rewired, whole = ap.rewire(loss, rule), ap.rewire(loss, ap.rewiring.clip_messages(1e3, where="loss"))
+    used = lambda f: lambda w, x: (lambda y, rest: (y + jnp.sum(rest[3] + rest[4]), rest))(*f(w, x))
+    gradients = jax.jit(lambda *args: [jax.grad(used(f), (0, 1), has_aux=True)(*args) for f in (loss, rewired, whole)])
+    expected, *found = gradients(W, W)
+    for got in found:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+        assert jax.tree.map(jnp.result_type, got) == jax.tree.map(jnp.result_type, expected)
+    forward = ap.rewire(loss, ap.rewiring.forward_gradient())
+    gradient, (*constants, _, _, _) = jax.eval_shape(jax.grad(forward, 1, has_aux=True), KEY, W, W)
+    assert gradient.shape == W.shape and all(c.shape == () for c in constants)
+    assert [s.output.shape for s in ap.rewire(lambda w: (jnp.sum(w), 3), rule).sites(W)[:1]] == [()]
+
+
 def test_a_random_rule_draws_anew_at_each_site_and_step():
     def at(site, _):
         return ap.Propagator(lambda *xs: (site.function(*xs), None), lambda _, m: (m, jax.random.normal(site.key)))
