@@ -27,14 +27,14 @@ def certify(request: pytest.FixtureRequest) -> Any:
 
     factor, certificates = float(request.config.getoption("certify_samples") or 1), _certificates(request.config)
 
-    def certify(estimate, truth, *args, num_samples=10_000, key=None, **options):
+    def certify(estimate, truth, *args, num_estimates=10_000, key=None, **options):
         if key is None:
             import jax
 
             key = jax.random.key(zlib.crc32(request.node.nodeid.encode()), impl="threefry2x32")
         try:
             certificate = testing.certify(
-                estimate, truth, *args, key=key, num_samples=max(2, int(num_samples * factor)), **options
+                estimate, truth, *args, key=key, num_estimates=max(2, int(num_estimates * factor)), **options
             )
         except testing.NotCertifiedError as error:
             certificates.append((request.node.nodeid, error.certificate))

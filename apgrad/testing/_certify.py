@@ -74,7 +74,7 @@ def certify(
     truth: Any,
     *args: Any,
     key: jax.Array | None = None,
-    num_samples: int = 10_000,
+    num_estimates: int = 10_000,
     order: int = 1,
     max_variance: Any = None,
     resolution: float = 0.1,
@@ -89,7 +89,7 @@ def certify(
       truth: the exact expectation, `(*args) -> scalar`, differentiated in float64; or, for order one, its gradient.
       *args: where the gradient is taken; the first of them is a pytree of floating-point arrays.
       key: a PRNG key, not of "rbg"; `jax.random.key(0, impl="threefry2x32")` by default.
-      num_samples: how many estimates are made, at least 2.
+      num_estimates: how many estimates are made, at least 2.
       order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
@@ -131,14 +131,14 @@ def certify(
     if "rbg" in str(jax.random.key_impl(key)):
         raise ValueError('keys of "rbg" draw other numbers under vmap: give jax.random.key(0, impl="threefry2x32")')
     gradient = _exactly(jax.grad(truth), args) if callable(truth) else truth
-    samples = draw(lambda key: estimate(key, *args), key, num_samples, batch_size)
+    samples = draw(lambda key: estimate(key, *args), key, num_estimates, batch_size)
     checks = [*_unbiased("bias", samples, gradient, resolution)]
     if max_variance is not None:
         checks.append(_variance(samples, max_variance))
     if order == 2:
         second = jax.jacrev(estimate, argnums=1)
         try:
-            curvature = draw(lambda key: second(key, *args), key, num_samples, batch_size)
+            curvature = draw(lambda key: second(key, *args), key, num_estimates, batch_size)
         except (TypeError, ValueError, NotImplementedError) as error:
             checks.append(Check("order two", False, f"refused: {_first_line(error)}"))
             order = 1
@@ -181,8 +181,8 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     if visible > resolution * scale:
         needed = number * (visible / (resolution * scale)) ** 2
         digit = 10 ** max(0, int(np.log10(needed)) - 1)  # two digits say enough
-        about = f"raise num_samples to about {int(-(-needed // digit) * digit)}"
-        advice = about if needed < 1e9 else "no number of samples is enough"
+        about = f"raise num_estimates to about {int(-(-needed // digit) * digit)}"
+        advice = about if needed < 1e9 else "no number of estimates is enough"
         yield Check("resolution", False, f"only {words}, not one of {100 * resolution:g} %: {advice}")
     else:
         yield Check("resolution", True, words)

@@ -18,18 +18,18 @@ class Moments(NamedTuple):
     mean: Any
     variance: Any
     standard_error: Any
-    num_samples: int
+    num_estimates: int
 
 
 def moments(
-    estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: int, batch_size: int = 100
+    estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_estimates: int, batch_size: int = 100
 ) -> Moments:
     """Mean, variance and standard error of independent estimates, accumulated in float64.
 
     Args:
       estimate_fn: `key -> estimate`, a pytree of real arrays. It is jitted, and mapped over keys.
       key: a PRNG key.
-      num_samples: how many estimates are made, at least 2.
+      num_estimates: how many estimates are made, at least 2.
       batch_size: how many estimates are computed at once.
 
     Example:
@@ -38,27 +38,27 @@ def moments(
       >>> bool(abs(m.mean) < 4 * m.standard_error and 0.9 < m.variance < 1.1)
       True
     """
-    return moments_of(draw(estimate_fn, key, num_samples, batch_size))
+    return moments_of(draw(estimate_fn, key, num_estimates, batch_size))
 
 
 def moments_of(samples: Any) -> Moments:
     """Moments of samples that are there already, a pytree of float64 arrays with the samples as leading axis."""
-    num_samples = len(jax.tree.leaves(samples)[0])
+    num_estimates = len(jax.tree.leaves(samples)[0])
     mean = jax.tree.map(lambda x: np.mean(x, axis=0), samples)
     variance = jax.tree.map(lambda x: np.var(x, axis=0, ddof=1), samples)
-    return Moments(mean, variance, jax.tree.map(lambda v: np.sqrt(v / num_samples), variance), num_samples)
+    return Moments(mean, variance, jax.tree.map(lambda v: np.sqrt(v / num_estimates), variance), num_estimates)
 
 
-def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: int, batch_size: int) -> Any:
+def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_estimates: int, batch_size: int) -> Any:
     """Independent estimates: the estimate's pytree, of float64 arrays with the samples as leading axis."""
-    keys = jax.random.split(key, whole("num_samples", num_samples, 2))
-    batch_size = min(whole("batch_size", batch_size), num_samples)
+    keys = jax.random.split(key, whole("num_estimates", num_estimates, 2))
+    batch_size = min(whole("batch_size", batch_size), num_estimates)
     leaves, tree = jax.tree.flatten(jax.eval_shape(estimate_fn, key))
     # An empty array would make `jax.lax.map` divide by its size.
     filled = lambda key: [x for x in jax.tree.leaves(estimate_fn(key)) if jax.numpy.size(x)]
     batches = lambda keys: jax.lax.map(filled, keys, batch_size=batch_size)
     found = iter(jax.jit(batches)(keys))
-    estimates = tree.unflatten(next(found) if x.size else np.zeros((num_samples, *x.shape), x.dtype) for x in leaves)
+    estimates = tree.unflatten(next(found) if x.size else np.zeros((num_estimates, *x.shape), x.dtype) for x in leaves)
 
     def real(path, x):
         name = f"estimate{jax.tree_util.keystr(path)}"
@@ -72,7 +72,7 @@ def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: i
 
 
 def assert_unbiased(
-    estimate_fn: Callable[[jax.Array], Any], truth: Any, key: jax.Array, num_samples: int, *, batch_size: int = 100
+    estimate_fn: Callable[[jax.Array], Any], truth: Any, key: jax.Array, num_estimates: int, *, batch_size: int = 100
 ) -> float:
     """Asserts that the mean of many estimates is the truth, as far as chance explains the difference.
 
@@ -83,7 +83,7 @@ def assert_unbiased(
       estimate_fn: `key -> estimate`, a pytree of real arrays.
       truth: the exact expectation, of the same structure, real, finite, and as precise as the standard error asks for.
       key: a PRNG key.
-      num_samples: how many estimates, at least 2.
+      num_estimates: how many estimates, at least 2.
       batch_size: how many estimates are computed at once.
 
     Raises:
@@ -96,7 +96,7 @@ def assert_unbiased(
       Traceback (most recent call last):
       AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples; 4 are chance)
     """
-    worst = bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, STANDARD_ERRORS)
+    worst = bias.distance(draw(estimate_fn, key, num_estimates, batch_size), truth, STANDARD_ERRORS)
     if worst.off > worst.bound:
         raise AssertionError(worst.words)
     return worst.off

@@ -67,12 +67,12 @@ def derivatives(function, order, **options):
     return [function, jax.grad(function, **options), jax.hessian(function, **options)][: order + 1]
 
 
-def assert_unbiased(estimates, truths, params, order, num_samples):
+def assert_unbiased(estimates, truths, params, order, num_estimates):
     """Of one program for all names."""
     exact = jax.jit(lambda: {k: [f(params) for f in derivatives(truth, order)] for k, truth in truths.items()})()
     all_of = {name: derivatives(estimate, order, argnums=1) for name, estimate in estimates.items()}
     estimate = lambda key: {name: [f(key, params) for f in functions] for name, functions in all_of.items()}
-    ap.testing.assert_unbiased(estimate, jax.tree.map(np.asarray, exact), KEY, num_samples)
+    ap.testing.assert_unbiased(estimate, jax.tree.map(np.asarray, exact), KEY, num_estimates)
 
 
 def test_bounds_of_a_gaussian_are_unbiased_to_order_two():
@@ -211,7 +211,7 @@ def of(name, size=None):
 @pytest.mark.long
 def test_the_elbo_of_a_model_is_certified():
     gradient = jax.jit(jax.grad(of("default"), argnums=1))
-    ap.testing.certify(gradient, exact_loss, PARAMS, num_samples=10_000, resolution=1.0, order=2)
+    ap.testing.certify(gradient, exact_loss, PARAMS, num_estimates=10_000, resolution=1.0, order=2)
 
 
 @pytest.mark.long

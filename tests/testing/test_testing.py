@@ -31,7 +31,7 @@ def test_moments_are_those_of_the_samples():
     np.testing.assert_allclose(found.variance, 4.0, rtol=0.1)
     np.testing.assert_allclose(found.standard_error, np.sqrt(found.variance / 5000))
     assert found.mean.dtype == np.float64 and (np.abs(found.mean) < 4 * found.standard_error).all()
-    refused(ValueError, "num_samples must be an integer of at least 2", ap.testing.moments, jax.random.normal, KEY, 1)
+    refused(ValueError, "num_estimates must be an integer of at least 2", ap.testing.moments, jax.random.normal, KEY, 1)
 
 
 def test_an_unbiased_estimate_passes_and_says_how_far_off_it_was():
@@ -205,11 +205,11 @@ def by_score(key, theta, *, without_the_baselines_own=True):
 
 
 def test_a_right_gradient_is_certified_and_a_biased_one_is_not():
-    certificate = ap.testing.certify(by_score, truth, THETA, num_samples=20_000, resolution=0.2)
+    certificate = ap.testing.certify(by_score, truth, THETA, num_estimates=20_000, resolution=0.2)
     assert certificate.passed and str(certificate).startswith("by_score: certified")
     assert {check.name for check in certificate.checks} == {"bias", "resolution", "jit", "vmap", "scan", "keys"}
     biased = functools.partial(by_score, without_the_baselines_own=False)
-    error = not_certified("FAIL  bias        biased: mean", biased, truth, THETA, num_samples=20_000, resolution=0.2)
+    error = not_certified("FAIL  bias        biased: mean", biased, truth, THETA, num_estimates=20_000, resolution=0.2)
     assert [check.name for check in error.certificate.checks if not check.passed] == ["bias"]
 
 
@@ -222,7 +222,7 @@ def test_estimates_that_are_zero_but_for_rounding_are_the_same():
     key = jax.random.key(2)
     compared = jax.random.split(jax.random.fold_in(key, 1), 3)
     assert not jax.vmap(lambda key: mostly_zero(key, 1.0))(compared).max() > 0.1
-    assert ap.testing.certify(mostly_zero, THETA, THETA, key=key, num_samples=20_000, resolution=0.2).passed
+    assert ap.testing.certify(mostly_zero, THETA, THETA, key=key, num_estimates=20_000, resolution=0.2).passed
 
 
 def test_what_is_no_function_of_its_key_is_named():
@@ -245,7 +245,7 @@ def test_what_is_no_function_of_its_key_is_named():
         (same_noise_twice, "FAIL  keys        a key is used twice"),
         (other_under_vmap, "FAIL  vmap        other estimates, by"),
     ):
-        not_certified(words, estimate, jnp.square, 1.0, num_samples=1000, resolution=1.0)
+        not_certified(words, estimate, jnp.square, 1.0, num_estimates=1000, resolution=1.0)
 
 
 def test_a_surrogate_loss_is_wrong_at_order_two_and_the_exponential_of_the_score_is_right():
@@ -266,7 +266,7 @@ def test_a_surrogate_loss_is_wrong_at_order_two_and_the_exponential_of_the_score
 def test_a_refused_derivative_is_no_certificate_of_order_two():
     once = ap.node(ap.first_order(ap.backpropagation(lambda theta, noise: theta**2 + noise * theta), "only once"))
     gradient = jax.grad(lambda key, theta: once(theta, jax.random.normal(key)), argnums=1)
-    not_certified("FAIL  order two   refused: only once", gradient, jnp.square, 3.0, order=2, num_samples=1000)
+    not_certified("FAIL  order two   refused: only once", gradient, jnp.square, 3.0, order=2, num_estimates=1000)
 
 
 def test_variance_is_held_to_what_is_claimed():
@@ -281,21 +281,27 @@ def test_variance_is_held_to_what_is_claimed():
 
 def test_too_few_samples_certify_nothing():
     estimate = lambda key, theta: 2 * theta + jax.random.normal(key)
-    error = not_certified(r"open  resolution  only a bias of .* be seen", estimate, jnp.square, 1.0, num_samples=100)
+    error = not_certified(r"open  resolution  only a bias of .* be seen", estimate, jnp.square, 1.0, num_estimates=100)
     # The bound of four standard errors is a tenth of the gradient, .2, at 400 samples; it is wider for few samples.
-    needed = re.fullmatch(r"<lambda>: undecided: raise num_samples to about (\d+)", str(error).splitlines()[0])
+    needed = re.fullmatch(r"<lambda>: undecided: raise num_estimates to about (\d+)", str(error).splitlines()[0])
     assert needed and 350 < int(needed[1]) < 600
     assert not error.certificate.passed and "FAIL" not in str(error)
-    ap.testing.certify(estimate, jnp.square, 1.0, num_samples=int(needed[1]))
-    not_certified(r"^<lambda>: not certified", estimate, jnp.square, 1.0, num_samples=100, max_variance=0.1)
+    ap.testing.certify(estimate, jnp.square, 1.0, num_estimates=int(needed[1]))
+    not_certified(r"^<lambda>: not certified", estimate, jnp.square, 1.0, num_estimates=100, max_variance=0.1)
 
 
 NOTHING_TO_TEST = [
     (truth, THETA, {"order": 3}, ValueError, "orders 1 and 2"),
     (0.1, THETA, {"order": 2}, ValueError, "exact expectation as a function"),
     (truth, THETA, {"max_variance": np.inf}, ValueError, "finite max_variance"),
-    (truth, THETA, {"max_variance": np.ones(5), "num_samples": 2}, ValueError, "max_variance .* of shape .* got array"),
-    (truth, THETA, {"max_variance": {"other": 1.0}, "num_samples": 2}, ValueError, "max_variance .* got {'other'"),
+    (
+        truth,
+        THETA,
+        {"max_variance": np.ones(5), "num_estimates": 2},
+        ValueError,
+        "max_variance .* of shape .* got array",
+    ),
+    (truth, THETA, {"max_variance": {"other": 1.0}, "num_estimates": 2}, ValueError, "max_variance .* got {'other'"),
     (truth, {"a": jnp.int32(1)}, {}, TypeError, r"args\[0\]\['a'\] has dtype int32: give it in floating point"),
 ]
 NOTHING_TO_TEST += [
@@ -322,27 +328,27 @@ def test_a_gradient_of_an_empty_array_is_certified_and_keys_of_rbg_are_not_for_i
     theta = {"x": jnp.float32(1.0), "empty": jnp.zeros((0, 3)), "none": None}
     square = lambda theta: theta["x"] ** 2
     with jax.default_prng_impl("rbg"):
-        ap.testing.certify(gradient, square, theta, num_samples=5000)
+        ap.testing.certify(gradient, square, theta, num_estimates=5000)
         refused(ValueError, 'impl="threefry', ap.testing.certify, gradient, square, theta, key=jax.random.key(0))
 
 
 def test_errors_are_short_where_nothing_varies():
     estimate = lambda key, theta: jax.lax.stop_gradient(2 * theta) + jax.random.normal(key)
-    options = {"order": 2, "num_samples": 1000, "resolution": 0.3}
+    options = {"order": 2, "num_estimates": 1000, "resolution": 0.3}
     error = not_certified(r"FAIL  order two   biased.* never near it", estimate, jnp.square, 1.0, **options)
     assert max(map(len, str(error).splitlines())) < 200
     noise = lambda key, theta: 2 * theta + 1e30 * jax.random.normal(key)
-    not_certified("no number of samples is enough", noise, jnp.square, 1.0, num_samples=1000)
+    not_certified("no number of estimates is enough", noise, jnp.square, 1.0, num_estimates=1000)
 
 
 def test_what_does_not_depend_on_its_key_is_certified_as_exact_only():
     estimate = lambda key, theta: 2 * theta
     words = "FAIL  keys        the same for every key: nothing random"
-    not_certified(words, estimate, jnp.square, jnp.array(0.1), num_samples=30)
-    certificate = ap.testing.certify(estimate, jnp.square, jnp.array(0.1), num_samples=333, max_variance=0)
+    not_certified(words, estimate, jnp.square, jnp.array(0.1), num_estimates=30)
+    certificate = ap.testing.certify(estimate, jnp.square, jnp.array(0.1), num_estimates=333, max_variance=0)
     assert certificate.checks[-1].found == "the same for every key"
     noisy = lambda key, theta: 2 * theta + 1e-3 * jax.random.normal(key)
-    not_certified("FAIL  variance", noisy, jnp.square, jnp.array(0.1), num_samples=300, max_variance=0)
+    not_certified("FAIL  variance", noisy, jnp.square, jnp.array(0.1), num_estimates=300, max_variance=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +368,7 @@ def test_a_wrong_sampler_is_not_certified_whether_it_is_called_or_not(min_size, 
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     w, x = 0.3 * jax.random.normal(jax.random.key(0), (6, 4)), jax.random.normal(jax.random.key(1), (20, 6))
     gradient = jax.grad(ap.randomize(loss, Coin(), min_size=min_size), argnums=1)
-    not_certified(words, gradient, loss, w, x, num_samples=400)
+    not_certified(words, gradient, loss, w, x, num_estimates=400)
 
 
 PLUGIN = """
@@ -372,7 +378,7 @@ assert "jax" not in sys.modules                 # the plugin is loaded, and noth
 def test_right(certify):
     import jax
     certificate = certify(lambda key, theta: 2 * theta + jax.random.normal(key), lambda theta: theta**2, 1.0)
-    assert certificate.moments.num_samples == 20_000
+    assert certificate.moments.num_estimates == 20_000
 
 def test_wrong(certify):
     import jax
