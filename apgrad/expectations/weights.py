@@ -44,9 +44,10 @@ class Weighting(NamedTuple):
     """A rule, and whether the rule looks at later nodes.
 
     Attributes:
-      rule: `(gradients, suffix) -> weights`, (estimators,), which should sum to 1. `gradients`, (estimators, lanes,
-        features), are each estimator's contributions to the target, or a sketch of them, which keeps inner products on
-        average. `suffix`, (lanes, features), is the sum of those of later nodes, or zeros.
+      rule: `(gradients, suffix) -> weights`, (estimators,), which sum to 1: others are an error, or NaN where they
+        are computed. `gradients`, (estimators, lanes, features), are each estimator's contributions to the target, or a
+        sketch of them, which keeps inner products on average. `suffix`, (lanes, features), is the sum of those of later
+        nodes, or zeros.
       suffix: whether the gradient of later nodes is gathered for the rule: over the calls of one decorated function, of
         its shared arguments, and where these have more than 16 numbers also of the arrays that it closes over.
     """

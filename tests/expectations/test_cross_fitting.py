@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import apgrad as ap
-from apgrad.expectations.mixing import _features
+from apgrad.expectations.mixing import _backward, _features
 from experiments.parts import jump_weights
 from tests.cases import cases
 from tests.expectations.programs import LINEAR_THETA as THETA, linear_rollout, linear_truth, paid, rollout
@@ -272,9 +272,23 @@ def test_errors():
     resampled = lambda tape, theta: ap.gaussian_resampling(*sampled(tape, theta, ap.reparameterization()))
     error("halves of them are not independent", paid(resampled))
     error(r"earlier tape|already used|differentiated as a whole", inside)
-    three = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.ones(3)))
-    error(r"one weight for each of the 2 estimators, got shape \(3,\)", one(three))
+
+    def ruled(*rules):
+        return one(ap.weights.Weights(*(ap.weights.Weighting(lambda gradients, suffix, w=w: w()) for w in rules)))
+
+    halves = lambda: jnp.array([0.5, 0.5])
+    error(r"2 estimators, an array of shape \(2,\), got an array of shape \(3,\)", ruled(lambda: jnp.ones(3) / 3))
+    error(r"one weight for each of the 2 estimators, an array of shape \(2,\), got list", ruled(lambda: [0.5, 0.5]))
+    for rules in ((lambda: jnp.ones(2),), (halves, lambda: np.array([0.5, 0.4]))):
+        error(r"weights of a rule sum to 1.*got \[(1\. 1\.|0\.5 0\.4)\]", ruled(*rules))
     error("target is 'arguments' or 'parameters'", one(ap.weights.decoupled(), "arrays"))
+
+
+def test_computed_weights_that_do_not_sum_to_one_are_nan():
+    sums = ap.weights.Weighting(lambda gradients, suffix: jnp.sum(gradients, axis=(1, 2)))
+    features = jnp.array([[[0.25, 0.5], [0.0, 0.25]], [[0.5, 0.25], [0.25, 0.5]]])[..., None]  # 2 folds
+    weights = jax.jit(functools.partial(_backward.weigh, "node", sums))(features)
+    np.testing.assert_array_equal(weights, [[0.75, 0.25], [np.nan, np.nan]])
 
 
 def shifted(base, loc):

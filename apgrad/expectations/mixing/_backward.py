@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpyro.distributions import transforms
 
+from apgrad._ground.messages import describe
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, nested, place, trace
 from apgrad.expectations._cross_fitting import Streams
@@ -220,12 +222,20 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
     if suffix is None or not weighting.suffix:
         suffix = jnp.zeros_like(features[:, 0])
 
+    @jax.ensure_compile_time_eval()  # weights that are constants are numbers, which are looked at
     def one_fold(features, suffix):
-        weights = weighting.rule(features, suffix)
-        if jnp.shape(weights) != features.shape[:1]:
-            number, shape = len(features), jnp.shape(weights)
-            raise ValueError(f"{what}: a rule gives one weight for each of the {number} estimators, got shape {shape}")
-        return weights
+        number, weights = len(features), weighting.rule(features, suffix)
+        if not isinstance(weights, jax.Array | np.ndarray) or weights.shape != (number,):
+            raise ValueError(
+                f"{what}: a rule gives one weight for each of the {number} estimators, an array of shape ({number},), "
+                f"got {describe(weights)}"
+            )
+        tolerance = 1e-3 if weights.dtype.itemsize >= 4 else 0.02  # rounding, in half precision
+        weights = weights.astype(np.promote_types(features.dtype, np.float32))
+        wrong = ~(jnp.abs(jnp.sum(weights) - 1) <= tolerance)
+        if not isinstance(wrong, Tracer) and wrong:
+            raise ValueError(f"{what}: the weights of a rule sum to 1, else the gradient is wrong; got {weights}")
+        return jnp.where(wrong, jnp.nan, weights)
 
     return jax.vmap(one_fold)(features, suffix)
 
