@@ -184,6 +184,32 @@ def test_what_is_no_distribution_is_refused(estimator):
     refused_program("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, raised=TypeError)
 
 
+def test_what_an_estimator_of_a_user_returns_is_looked_at():
+    sample, density = lambda d, key: d.sample(key), lambda d, x: d.log_prob(x)
+    got_array = lambda words: rf"got an array of {words}"
+    for part, wrong, got in (
+        (
+            "pathwise",
+            lambda d, key: sample(d, key).astype(int),
+            got_array(".*int32.*gradient would be 0.*likelihood_ratio"),
+        ),
+        ("pathwise", lambda d, key: None, "got NoneType"),
+        ("pathwise", lambda d, key: (sample(d, key), 0.0), "got a tuple of 2"),
+        ("pathwise", lambda d, key: sample(d, key)[..., None], got_array(r"shape \((4, 1|1,)\)")),
+        ("score", lambda d, x: None, "got NoneType"),
+        ("score", lambda d, x: density(d, x).astype(int), got_array(".*int32")),
+        ("score", lambda d, x: density(d, x)[..., None], got_array(r"shape \((4, 1|1,)\)")),
+    ):
+        mine = ap.Estimator("mine", **{part: wrong})
+        for draw in (
+            ap.stochastic(mine)(unit_normal),
+            ap.stochastic(ap.Mixer("mine", (mine, mine), HALF))(unit_normal),
+            lambda tape, t, mine=mine: ap.sample(tape, unit_normal(t * jnp.ones(4)), mine),
+        ):
+            words = rf"mine: {part} must return one floating-point array of shape \((4,)?\).*{got}"
+            refused(TypeError, words, jax.eval_shape, ap.expectation(paid(draw), 4), KEY, 0.3)
+
+
 def test_calls_that_are_off_are_refused():
     normal = dist.Normal(jnp.zeros(4), 1.0)
     refused(TypeError, "forget the parentheses", ap.stochastic, ap.likelihood_ratio)

@@ -8,10 +8,12 @@ ordinary differentiation. A *mixer* has several estimators share a sample, and w
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
+import jax
 from jax import lax
 
+from apgrad._ground.messages import describe
 from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.weights import Weights
@@ -95,13 +97,27 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
     """The sample (`drawn`, if it is drawn already) and the log-density or None, with the estimator's derivatives."""
     claimed = (lambda x: x) if estimator.every_order else (lambda x: once(estimator.name, x))
     if estimator.pathwise is not None:
-        x = claimed(estimator.pathwise(distribution, key))
+        x = claimed(_returned(estimator, "pathwise", estimator.pathwise(distribution, key), distribution))
     else:
         x = distributions.sample(distribution, key) if drawn is None else drawn
     if estimator.score is None:
         return x, None
     seen = distributions.before_rounding(distribution, key, lax.stop_gradient(x))
-    return x, claimed(estimator.score(distribution, seen))
+    return x, claimed(_returned(estimator, "score", estimator.score(distribution, seen), distribution))
+
+
+def _returned(estimator, part, found, distribution):
+    """What a function of an estimator returned, if it is an array that can carry a derivative, of the right shape."""
+    shapes = [getattr(distribution, name, None) for name in ("batch_shape", "event_shape")]
+    shapes = shapes[:1] if part == "score" else shapes
+    shape = None if None in shapes else sum(map(tuple, shapes), ())
+    if not (isinstance(found, jax.Array) and is_inexact(found)) or shape not in (None, found.shape):
+        of_shape = "" if shape is None else f" of shape {shape}, as the distribution has it"
+        flat = isinstance(found, jax.Array) and not is_inexact(found)
+        why = ", whose gradient would be 0: for a discrete choice use likelihood_ratio()" if flat else ""
+        what = f"{estimator.name}: {part} must return one floating-point array{of_shape}"
+        raise TypeError(f"{what}; got {describe(found)}{why}")
+    return found
 
 
 def require_derivative(what: str, estimator: Estimator | Mixer) -> None:
@@ -113,13 +129,11 @@ def require_derivative(what: str, estimator: Estimator | Mixer) -> None:
         )
 
 
-def once(name: str, x: Any) -> Any:
-    """The same array; whoever differentiates it twice gets a `TypeError`. Integers have no derivative and pass."""
-    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-        return x
+def once(name: str, x: jax.Array) -> jax.Array:
+    """The same array; whoever differentiates it twice gets a `TypeError`."""
     reason = (
         f"{name} has no second derivative: only the first one is claimed to be right, and differentiating it again "
         "could be silently wrong. Use likelihood_ratio(), or in ap.choose enumeration(), rloo() or rebar(), for higher "
         "orders; an estimator of your own says every_order=True where its derivatives are right to every order."
     )
-    return node(first_order(Propagator(lambda x: (x, None), lambda _, message: (message,)), reason))(jnp.asarray(x))
+    return node(first_order(Propagator(lambda x: (x, None), lambda _, message: (message,)), reason))(x)
