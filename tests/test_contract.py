@@ -671,6 +671,11 @@ GIVEN_MODULES = {
     "ap.randomize": lambda f: functools.partial(EXACT(f), KEY),
     "ap.rewire": lambda f: ap.rewire(f, ap.rewiring.gradient_reversal("tanh")),
     "ap.with_taps": lambda f: ap.with_taps(nnx.grad(lambda layer, x: ap.tap(f(layer, x), "value"), argnums=(0, 1))),
+    "ap.semiring_grad": lambda f: ap.semiring_grad(f, ap.tracing.ordinary(), 1),
+    "ap.tracing.influence": lambda f: ap.tracing.influence(jax.named_scope("f")(f), argnums=1),
+    "ap.trace_gradients": lambda f: (
+        lambda layer, _: len(ap.trace_gradients(f, argnums=1)(layer, np.ones((4, 3))).parameters)
+    ),
     "ap.backpropagation": lambda f: ap.node(ap.backpropagation(f)),
     "ap.node": lambda f: ap.node(ap.Propagator(lambda *inputs: (f(*inputs), None), lambda memory, message: message)),
 }

@@ -135,7 +135,7 @@ def influence(
     f = original(f)
 
     def influence_of(*args, **kwargs):
-        loss = traced(f, args, kwargs, argnums)
+        loss = traced("ap.tracing.influence", f, args, kwargs, argnums)
         found = influence_in(loss, kind, depth)
         warn_of_residual_adds(loss, found.components)
         return found

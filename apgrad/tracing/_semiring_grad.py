@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import chosen_numbers, is_single, require_parameters
-from apgrad._programs import jaxprs
+from apgrad._programs import jaxprs, pure
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._semirings import Semiring, Value, require_semiring
@@ -34,7 +34,8 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
 
     Raises:
       TypeError: at trace time, if f has a backward pass that is no sum over edges, or writes a mutable reference.
-      ValueError: for a semiring that is not of its `kind`; if the Jacobian of a primitive without a rule is too large.
+      ValueError: for a semiring that is not of its `kind`; if the Jacobian of a primitive without a rule is too large,
+        or f changes its arguments in place.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -46,7 +47,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     require_semiring(semiring)
 
     def backpropagated(*args, **kwargs):
-        loss = traced(f, args, kwargs, argnums)
+        loss = traced("ap.semiring_grad", f, args, kwargs, argnums)
         return loss.tree(propagated(semiring, loss))
 
     return backpropagated
@@ -68,7 +69,7 @@ class Loss:
         return tuple(i < len(self.names) for i in range(len(self.inputs)))
 
 
-def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Loss:
+def traced(who: str, f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Loss:
     """The program of a loss; arrays that are not chosen are its constants where Python wants to know their values."""
     numbers = chosen_numbers(argnums, len(args))
     leaves, treedef = jax.tree.flatten((list(args), kwargs))
@@ -78,11 +79,11 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
         require_parameters(f"argument {k}", args[k], jnp.floating, "and paths end at floating-point arrays")
 
     jaxprs.require_auto("following paths")
+    called = pure.unchanged(who, lambda args, kwargs: f(*args, **kwargs))
 
     def program_of(places):
         def function(*values):
-            args, kwargs = jax.tree.unflatten(treedef, jaxprs.place(values, places, leaves))
-            return f(*args, **kwargs)
+            return called(*jax.tree.unflatten(treedef, jaxprs.place(values, places, leaves)))
 
         return *jaxprs.trace(function, *(leaves[n] for n in places)), places
 

@@ -71,7 +71,7 @@ class Trace:
                 "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
             )
-        self._loss = traced(f, args, kwargs, argnums)
+        self._loss = traced("ap.trace_gradients", f, args, kwargs, argnums)
         self.parameters = self._loss.names
         self._compiled, self._readers, self._influences = compiled, {}, {}
         self._warned_of: list[str] = []
