@@ -14,7 +14,7 @@ from jax import lax
 from apgrad._ground.messages import describe
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs.jaxprs import is_inexact
-from apgrad.expectations import _distributions as distributions
+from apgrad.expectations import _distributions as distributions, _supports as supports
 from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.weights import Weights
 
@@ -97,21 +97,25 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
     """The sample (`drawn`, if it is drawn already) and the log-density or None, with the estimator's derivatives."""
     claimed = (lambda x: x) if estimator.every_order else (lambda x: once(estimator.name, x))
     if estimator.pathwise is not None:
-        x = claimed(_returned(estimator, "pathwise", estimator.pathwise(distribution, key), distribution))
+        x = claimed(_returned(estimator, "pathwise", estimator.pathwise(distribution, key), distribution, key))
     else:
         x = distributions.sample(distribution, key) if drawn is None else drawn
     if estimator.score is None:
         return x, None
     seen = distributions.before_rounding(distribution, key, lax.stop_gradient(x))
-    return x, claimed(_returned(estimator, "score", estimator.score(distribution, seen), distribution))
+    return x, claimed(_returned(estimator, "score", estimator.score(distribution, seen), distribution, key))
 
 
-def _returned(estimator, part, found, distribution):
+def _returned(estimator, part, found, distribution, key):
     """What a function of an estimator returned, if it is an array that can carry a derivative, of the right shape."""
     shapes = [getattr(distribution, name, None) for name in ("batch_shape", "event_shape")]
     shapes = shapes[:1] if part == "score" else shapes
     shape = None if None in shapes else sum(map(tuple, shapes), ())
-    if not (isinstance(found, jax.Array) and is_inexact(found)) or shape not in (None, found.shape):
+    fits = isinstance(found, jax.Array) and is_inexact(found)
+    if fits and shape not in (None, found.shape):  # a category may be a vector that is relaxed
+        relaxed = part == "pathwise" and supports.is_discrete(distribution, key)
+        fits = relaxed and found.shape[: len(shape)] == shape
+    if not fits:
         of_shape = "" if shape is None else f" of shape {shape}, as the distribution has it"
         flat = isinstance(found, jax.Array) and not is_inexact(found)
         why = ", whose gradient would be 0: for a discrete choice use likelihood_ratio()" if flat else ""
