@@ -98,9 +98,9 @@ def choose(
     def costs(xs):
         return jax.vmap(lambda x: jax.vmap(cost_of)(x, *args))(xs)
 
-    drawn = jax.eval_shape(lambda key: seen(distributions.sample(distribution, key)), key)
-    form, program = _form(what, continuation, drawn, args)
-    x, cost = _pair(what, estimator.estimate(distribution, key, costs))
+    drawn = jax.eval_shape(lambda key: distributions.sample(distribution, key), key)
+    form, program = _form(what, continuation, jax.eval_shape(seen, drawn), args)
+    x, cost = _pair(what, estimator.estimate(distribution, key, costs), drawn)
     x = channels.drawn(tape, lax.stop_gradient(x))
     if estimator.relaxed:
         _warn_of_integers(what, program)
@@ -115,13 +115,19 @@ def choose(
     return channels.credit(tape, zero, name=what, of_choose=True, **b), y
 
 
-def _pair(what, found):
+def _pair(what, found, drawn):
     pair = isinstance(found, tuple) and len(found) == 2
-    if not pair or not jnp.issubdtype(jnp.result_type(found[1]), jnp.floating):
+    if not pair or not (isinstance(found[1], jax.Array) and jnp.issubdtype(found[1].dtype, jnp.floating)):
         got = f"({', '.join(map(describe, found))})" if pair else describe(found)
         raise TypeError(
             f"{what}: estimate must return (x, cost), the sample first, and a cost (lanes,) of floating point, as costs"
             f"(xs) are; got {got}. Return them in this order."
+        )
+    x = found[0]
+    if not (isinstance(x, jax.Array) and (x.shape, x.dtype) == (drawn.shape, drawn.dtype)):
+        raise TypeError(
+            f"{what}: estimate must return a sample x of shape {drawn.shape} and dtype {drawn.dtype}, as those of the "
+            f"distribution are, got {describe(x)}"
         )
     return found
 

@@ -514,6 +514,17 @@ def test_an_estimator_of_a_user_that_returns_something_else_is_refused():
     words = r"mine\): estimate must return .*floating point.*got \(an array.*float32, an array.*int32\).*order"
     refused(TypeError, words, run, lambda x, cost: (cost, x))
     refused(TypeError, r"must return \(x, cost\).*got an array of shape \(4,\)", run, lambda x, cost: cost)
+    refused(TypeError, r"must return \(x, cost\).*got \(an array.*, float\)", run, lambda x, cost: (x, 1.0))
+    words = r"mine\): estimate must return a sample x of shape \(4,\) and dtype int32, .*, got "
+    for wrong, got in (
+        (lambda x: x[:1], r"an array of shape \(1,\)"),
+        (lambda x: x[:2], r"an array of shape \(2,\)"),
+        (lambda x: x[:, None], r"an array of shape \(4, 1\)"),
+        (lambda x: x.astype(float), "an array of .*float32"),
+        (lambda x: 1.0, "float"),
+        (lambda x: (x, x), "a tuple of 2"),
+    ):
+        refused(TypeError, words + got, run, lambda x, cost, wrong=wrong: (wrong(x), cost))
 
 
 def test_counts_in_an_array_are_enumerated_where_they_are_known():
