@@ -179,6 +179,9 @@ NO_SEMIRINGS = [
     (ap.tracing.max_product, TypeError, "got function. Call it"),
     (semiring(lambda w: (w,), times, plus, zero=(0,), one=(1,)), TypeError, "at least one is a float"),
     (semiring(lambda w: w, times, plus), TypeError, "a function lift that returns"),
+    (semiring(lambda w: (1.0,), times, plus, kind="add"), TypeError, "a function lift that returns"),
+    (semiring(lambda w: (w.astype(jnp.float16),), times, plus), TypeError, "a function lift that returns.*float16"),
+    (semiring(lambda w: (w,), times, plus, one=(2.0,)), ValueError, "one is the one of times"),
     (semiring(lambda w: (w,), lambda a, b: a[0] * b[0], plus), TypeError, "a function times that returns"),
     (semiring(lambda w: (w,), times, lambda a, b: (jnp.sum(a[0] + b[0]),)), TypeError, "function plus"),
     (semiring(lambda w: (w,), times, lambda a, b: (jnp.minimum(a[0], b[0]),)), ValueError, "zero is the"),
@@ -192,6 +195,8 @@ NO_SEMIRINGS = [
 def test_what_is_no_semiring_is_refused():
     for wrong, error, words in NO_SEMIRINGS:
         refused(error, words, ap.semiring_grad, jnp.sum, wrong)
+    masked = semiring(lambda w: (w != 0,), lambda a, b: (jnp.where(a[0], b[0], 0),), plus)  # that is one
+    assert jax.eval_shape(ap.semiring_grad(jnp.sum, masked), jnp.ones(2)).shape == (2,)
     refused(ValueError, "k of top_k must be an integer of at least 1", ap.tracing.top_k, 0)
 
 
