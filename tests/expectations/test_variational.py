@@ -420,7 +420,7 @@ def test_what_does_not_fit_is_an_error():
     for error, words, estimators, options in (
         (ValueError, r"the guide has no site \['z'\]; its sites are \['c', 'e', 'mu'\]", {"z": ratio}, {"lanes": 2}),
         (ValueError, "the baseline of c is a mean over other lanes", {"c": ratio}, {}),
-        (TypeError, "needs a pathwise derivative", {"c": ap.reparameterization()}, {}),
+        (TypeError, "the site c: reparameterization needs a pathwise derivative", {"c": ap.reparameterization()}, {}),
         (TypeError, r"mixes estimators by what all lanes.*ap\.expectation", {"mu": ap.total_propagation()}, {}),
         (TypeError, r"disarm looks at a choice's alternatives.*ap\.choose", None, {"default": ap.disarm()}),
         (TypeError, "got function", {"c": ap.likelihood_ratio}, {}),
@@ -428,3 +428,6 @@ def test_what_does_not_fit_is_an_error():
     ):
         refused(error, words, run, estimators, guide, **options)
     refused(ValueError, r"latent site mu is not in the guide.*handlers\.condition", run, None, lambda data: None)
+    masked = numpyro.handlers.mask(guide, mask=DATA > 0)
+    words = "the site c: likelihood_ratio: the log_prob of MaskedDistribution"
+    refused(TypeError, words, run, None, masked, lanes=2)

@@ -232,7 +232,10 @@ class _Draw(Messenger):
         estimator = self.elbo.choose(name, distribution, key)
         what = f"{name} ({estimator.name})"
         given = None if self.given is None else self.given.get(name)
-        drawn, zero = surrogate(estimator, distribution, key, given)
+        try:
+            drawn, zero = surrogate(estimator, distribution, key, given)
+        except TypeError as error:
+            raise TypeError(f"variational.elbo: the site {name}: {error}") from error
         baseline = None
         if zero is not None:
             zero = distributions.guarded(what, distribution, zero)
