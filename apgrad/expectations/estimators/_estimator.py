@@ -108,7 +108,7 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
 
 def _returned(estimator, part, found, distribution, key):
     """What a function of an estimator returned, if it is an array that can carry a derivative, of the right shape."""
-    shapes = [getattr(distribution, name, None) for name in ("batch_shape", "event_shape")]
+    shapes: list[Any] = [getattr(distribution, name, None) for name in ("batch_shape", "event_shape")]
     shapes = shapes[:1] if part == "score" else shapes
     shape = None if None in shapes else sum(map(tuple, shapes), ())
     fits = isinstance(found, jax.Array) and is_inexact(found)
