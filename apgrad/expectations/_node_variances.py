@@ -16,7 +16,8 @@ from apgrad.expectations.weights import Weighting, Weights, decoupled, per_step_
 class NodeVariances(NamedTuple):
     """The variance of each node's contribution to the gradient, in the order of the program: arrays (nodes,).
 
-    These are variances of the mean over lanes, summed over the target's elements, as the gradient's own variance is.
+    These are variances of the mean over lanes, summed over the target's elements, as the gradient's own variance is. A
+    target of more than 16 numbers is sketched, which keeps them on average.
 
     Attributes:
       rp: the variance of reparameterization, where reparameterization alone is sent back.
