@@ -13,7 +13,7 @@ one program, side by side. Given is the accuracy on 100 test images after 20 ste
 are the same for every rule; also with a step function, and in a network of other sizes.
 
     python -m experiments.mplp_objective                   # two minutes; MNIST needs APGRAD_DATA
-    python -m experiments.mplp_objective --preset paper    # random starts: an hour or two of a GPU, two days of a core
+    python -m experiments.mplp_objective --preset paper    # from random starts: two days of a core; for a GPU
     python -m experiments.mplp_objective --preset paper --start published --network 36-20-10 --steps 60 --transfers
 
 The last goes on from the authors' checkpoint, whose flat phase is behind it: a 36-20-10 network on 6x6 images takes a

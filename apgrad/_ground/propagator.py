@@ -377,6 +377,6 @@ def _instantiate(message: Any) -> Any:
     # A symbolic zero stands for an array, and has its shape and dtype; `jax.vjp` takes a Python number for a scalar.
     if isinstance(message, SymbolicZero):
         if message.dtype == jax.dtypes.float0:  # of an integer; jax.numpy has none where the integer was Python's
-            return np.zeros(message.shape, message.dtype)  # pyright: ignore
+            return np.zeros(message.shape, message.dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
         return jnp.zeros_like(message)  # pyright: ignore[reportArgumentType]
     return message if hasattr(message, "dtype") else jnp.asarray(message)
