@@ -20,6 +20,9 @@ from apgrad._programs.evaluation import Program, caller, evaluate, opened, scope
 from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
+__all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "rebuild"]
+__all__ += ["require_auto", "require_known", "require_unchecked", "require_values"]
+
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
 

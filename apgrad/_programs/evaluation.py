@@ -8,7 +8,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import user_context
 
+__all__ = ["Program", "caller", "evaluate", "opened", "run", "run_all", "scope", "where_it_stands"]
+
 ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
+Known = Callable[[Any], Any]
 
 
 class Program(NamedTuple):
@@ -58,22 +61,18 @@ def run(eqn: Any, inputs: list[Any]) -> list[Any]:
 
 
 def evaluate(
-    program: Program, inputs: Sequence[Any], apply: ApplyEquation = run, constant: Callable[[Any], Any] | None = None
+    program: Program, inputs: Sequence[Any], apply: ApplyEquation = run, known: Known = lambda value: value
 ) -> list[Any]:
+    """The program's outputs; `known` is applied to its constants."""
     jaxpr, consts = program
-    known = constant or (lambda value: value)
-    given = [*map(known, consts), *inputs]
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(known, consts), *inputs], strict=True))
     run_all(jaxpr.eqns, values, apply, known)
     return [known(atom.val) if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
 
 
 def run_all(
-    eqns: Iterable[Any],
-    values: dict[Any, Any],
-    apply: ApplyEquation = run,
-    constant: Callable[[Any], Any] = lambda value: value,
+    eqns: Iterable[Any], values: dict[Any, Any], apply: ApplyEquation = run, known: Known = lambda value: value
 ) -> None:
     for eqn in eqns:
-        inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+        inputs = [known(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
         values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))

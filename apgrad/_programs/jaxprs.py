@@ -13,30 +13,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from apgrad._programs.control import (
-    Nested as Nested,
-    Parameters as Parameters,
-    all_equations as all_equations,
-    has_own_rule as has_own_rule,
-    inside_of as inside_of,
-    nested as nested,
-    rebuild as rebuild,
-    require_auto as require_auto,
-    require_known as require_known,
-    require_unchecked as require_unchecked,
-    require_values as require_values,
-)
-from apgrad._programs.evaluation import (
-    ApplyEquation,
-    Program as Program,
-    caller as caller,
-    evaluate as evaluate,
-    opened,
-    run as run,
-    run_all as run_all,
-    scope as scope,
-    where_it_stands as where_it_stands,
-)
+from apgrad._programs.control import *
+from apgrad._programs.control import nested
+from apgrad._programs.evaluation import *
+from apgrad._programs.evaluation import ApplyEquation, Program, evaluate, opened, run, where_it_stands
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))
 
