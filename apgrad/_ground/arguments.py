@@ -78,10 +78,8 @@ def per_axis(name: str, sizes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """One size for each space axis of an array (batch, *space, channels)."""
     axes, found = max(len(shape) - 2, 0), np.asarray(sizes)
     if found.dtype.kind not in "iu" or found.shape not in ((), (axes,)) or np.any(found < 1):
-        raise ValueError(
-            f"{name} needs a positive integer, one for all or one for each of the {axes} space axes of (batch, *space, "
-            f"channels) = {shape}; got {sizes!r}"
-        )
+        wanted = f"a positive integer, or one for each of the {axes} space axes of (batch, *space, channels) = {shape}"
+        raise ValueError(f"{name} needs {wanted}; got {sizes!r}")
     return tuple(np.broadcast_to(found, axes).tolist())
 
 
@@ -100,9 +98,7 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     given = integers(argnums, "argnums")
     for n in given:
         if not -count <= n < count:
-            raise ValueError(
-                f"argnums has {n}, but it is called with {count} positional arguments; keywords do not count"
-            )
+            raise ValueError(f"argnums has {n}, of {count} positional arguments; keywords do not count")
     numbers = tuple(n % count for n in given)
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")

@@ -13,15 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 _LIBRARIES = tuple(sysconfig.get_path(path) for path in ("stdlib", "purelib", "platlib"))
 
 _WORLD = ("builtins", "jax", "jaxlib", "numpy", "functools", "types")  # whose objects are not looked into
-
-
-def may_close_over_a_tracer(*functions: Any) -> bool:
-    return any(isinstance(found, Tracer) for found in reached(*functions))
 
 
 def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:

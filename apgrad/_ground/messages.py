@@ -21,15 +21,6 @@ def form_of(tree: Any) -> Static:
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
 
-def between(name: str, place: int, messages: Any, form: Static) -> Any:
-    if not (isinstance(messages, tuple) and len(messages) == 1):
-        raise TypeError(
-            f"in {name}, propagator {place} (counted from 0) is fed by the one before it, so it has one input, and its "
-            f"backward must return a tuple of one message, got {describe(messages)}. A message m is returned as (m,)."
-        )
-    return check_messages(messages, form, f" of propagator {place} in {name} (counted from 0)", dense=True)[0]
-
-
 def numbered(form: Static) -> Any:
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))
@@ -39,7 +30,7 @@ def check_messages(messages: Any, form: Static, where: str = "", dense: bool = F
     inputs = numbered(form)
     if not isinstance(messages, tuple) or len(messages) != len(inputs):
         raise TypeError(
-            f"a propagator's backward must return a tuple with one message for each of its {len(inputs)} "
+            f"backward{where or ' of a propagator'} must return a tuple with one message for each of its {len(inputs)} "
             f"input(s), got {describe(messages)}. A single message m is returned as (m,)."
         )
 
@@ -47,10 +38,8 @@ def check_messages(messages: Any, form: Static, where: str = "", dense: bool = F
     for i, (message, part) in enumerate(zip(messages, inputs, strict=True)):
         name = f"the message for input {i}{where}"
         if not _is_prefix(message, part):
-            raise ValueError(
-                f"{name} has the structure {jax.tree.structure(message)}, the input has {jax.tree.structure(part)}. A "
-                "message has the structure of its input; None stands for no message."
-            )
+            got, wanted = jax.tree.structure(message), jax.tree.structure(part)
+            raise ValueError(f"{name} has the structure {got}, not its input's, {wanted}. None stands for no message.")
 
         def fit(message, part, name=name):
             if message is None:
@@ -89,15 +78,10 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
     if not (jnp.issubdtype(mine, jnp.number) or jnp.issubdtype(mine, jnp.bool_)):
         raise TypeError(f"{name} has dtype {mine}, the input has dtype {dtype}. A message is an array of numbers.")
     if jnp.issubdtype(mine, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{name} has dtype {mine}, the input is real, of dtype {dtype}. Return the part that is meant, such as "
-            "jnp.real(message)."
-        )
+        raise TypeError(f"{name} has dtype {mine}, the input is real, {dtype}. Return a part, as jnp.real(message).")
     if jnp.shape(message) != shape:
-        raise ValueError(
-            f"{name} has shape {jnp.shape(message)}, the input has shape {shape}. A "
-            "message has the shape of its input; for any other shape, send it through a port (ap.port)."
-        )
+        found = f"{name} has shape {jnp.shape(message)}, the input has shape {shape}"
+        raise ValueError(f"{found}. A message of another shape is sent through a port (ap.port).")
     return jnp.asarray(message, dtype)
 
 

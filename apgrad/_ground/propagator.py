@@ -4,18 +4,18 @@
 algorithms", NeurIPS 2022, section 3) lets a node of reverse mode's graph replace the rule by which it sends messages.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from apgrad._ground.closures import may_close_over_a_tracer
-from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, numbered, tuple_of
+from apgrad._ground.closures import reached
+from apgrad._ground.messages import Static as Static, check_messages, describe, form_of, numbered, tuple_of
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import pure
 from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked
@@ -64,7 +64,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     """
     _require_propagators("node", (propagator,))
 
-    residuals = _Residuals() if perturbed else None
+    residuals = _Residuals()
     plain = pure.unchanged("ap.node", propagator.forward)
 
     def forward(inputs, flags):
@@ -86,12 +86,11 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         output, memory = forward(inputs, flags)
         if not any(is_inexact(x) for x in jax.tree.leaves(output)):
             raise ValueError(
-                "a propagator is differentiated, but its output has no floating-point array, and JAX carries messages "
-                "only to those: none can reach this node. Return the output in the input's dtype, as ap.skip does; or, "
-                "if nothing is to come back, call the function without ap.node."
+                "a propagator is differentiated, but its output has no floating-point array, and no other gets "
+                "messages. Return it in the input's dtype, as ap.skip does; or call the function without ap.node."
             )
         residual = memory, form_of(inputs)
-        if residuals is not None:
+        if perturbed:
             largest, everything = memory, jax.tree.map(lambda _: True, inputs)
             some = zip(jax.tree.leaves(flags), jax.tree.leaves(inputs), strict=True)
             if not residuals.traced_once and any(is_inexact(x) and not p for p, x in some):
@@ -103,7 +102,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         return output, residual
 
     def bwd(residual, message):
-        memory, inputs = residual if residuals is None else residuals.unpacked(residual)
+        memory, inputs = residuals.unpacked(residual) if perturbed else residual
         message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
         return check_messages(propagator.backward(memory, message), inputs)
 
@@ -111,13 +110,15 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 
     @functools.wraps(propagator.forward)
     def function(*inputs):
-        if not perturbed and may_close_over_a_tracer(*propagator):
+        if not perturbed and any(isinstance(found, Tracer) for found in reached(*propagator)):
             return _opened(propagator._replace(forward=plain), inputs)
+        residuals.traced_once = True
         try:
-            with residuals.calling() if residuals else contextlib.nullcontext():
-                return call(*inputs)
+            return call(*inputs)
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(_CLOSURE) from error
+        finally:
+            residuals.traced_once = False
 
     return function
 
@@ -134,14 +135,6 @@ class _Residuals:
         self.structures: list[Any] = []
         self.traced_once = False
         self.counts: int | None = None
-
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        self.traced_once = True
-        try:
-            yield
-        finally:
-            self.traced_once = False
 
     def packed(self, residual: Any, size: int) -> Any:
         leaves, structure = jax.tree.flatten(residual)
@@ -275,7 +268,8 @@ def _back(name, propagators, memory, message, merge=lambda messages, message, fo
     memories, forms = memory
     for i in reversed(range(1, len(propagators))):
         messages = merge(propagators[i].backward(memories[i], message), message, forms[i - 1])
-        message = between(name, i, messages, forms[i - 1])
+        where = f" of propagator {i} in {name} (counted from 0)"
+        (message,) = check_messages(messages, forms[i - 1], where, dense=True)
     return propagators[0].backward(memories[0], message)
 
 
