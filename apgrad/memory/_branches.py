@@ -77,10 +77,9 @@ def _layout(shapes: Sequence[Sequence[Any]]) -> tuple[list[Any], list[list[int]]
         taken: list[int] = []
         for struct in row:
             like = (struct.shape, struct.dtype)
-            fits = [j for j, s in enumerate(layout) if (s.shape, s.dtype) == like and j not in taken]
-            if not fits:
-                fits = [len(layout)]
+            fits = (j for j, s in enumerate(layout) if (s.shape, s.dtype) == like and j not in taken)
+            taken.append(next(fits, len(layout)))
+            if taken[-1] == len(layout):
                 layout.append(struct)
-            taken.append(fits[0])
         places.append(taken)
     return layout, places

@@ -4,6 +4,7 @@ The input of JAX's max-pooling does not enter the reverse pass linearly, and so 
 window's largest entry, a byte, is enough.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -39,23 +40,16 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
       ((2, 4, 4, 3), True)
     """
     wrong = f"max_pool takes x (n, h, w, c) not smaller than its window, got {x.shape} and {window}"
-    if x.ndim != 4:
-        raise ValueError(wrong)
     window = per_axis("the window of max_pool", window, x.shape)
     strides = window if strides is None else per_axis("the strides of max_pool", strides, x.shape)
-    if any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
+    if x.ndim != 4 or any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
         raise ValueError(wrong)
     small = jnp.uint8 if math.prod(window) <= 2**8 else jnp.uint16
 
     def windows(x):
-        high, wide = ((n - k) // s + 1 for n, k, s in zip(x.shape[1:3], window, strides, strict=True))
-        return jnp.stack(
-            [
-                x[:, i : i + (high - 1) * strides[0] + 1 : strides[0], j : j + (wide - 1) * strides[1] + 1 : strides[1]]
-                for i in range(window[0])
-                for j in range(window[1])
-            ]
-        )
+        high, wide = (n - k + 1 for n, k in zip(x.shape[1:3], window, strict=True))  # of the places of a window
+        places = itertools.product(*map(range, window))
+        return jnp.stack([x[:, i : i + high : strides[0], j : j + wide : strides[1]] for i, j in places])
 
     def forward(x):
         parts = windows(x)
@@ -63,11 +57,8 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
 
     def backward(memory, message):
         place, shape = memory
-        spread = jnp.where(
-            place[None] == jnp.arange(math.prod(window), dtype=small)[:, None, None, None, None],
-            message[None],
-            jnp.zeros((), message.dtype),
-        )
+        hit = place[None] == jnp.arange(math.prod(window), dtype=small)[:, None, None, None, None]
+        spread = jnp.where(hit, message[None], jnp.zeros((), message.dtype))
         return jax.linear_transpose(windows, jax.ShapeDtypeStruct(*shape.value))(spread)
 
     return node(Propagator(forward, backward))(x)

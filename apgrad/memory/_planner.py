@@ -112,8 +112,9 @@ def plan(
     plans = recorded(function, args, numbers, min_size)
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
+    best: Trial | None = None
     if "recompute" in methods:
-        best, left, beyond = None, found[1:], 0.0
+        left, beyond = found[1:], 0.0
         while left and len(trials) <= _TRIES:
             fits = [c for c in left if c.nbytes + beyond <= budget_bytes]
             if best is not None and not fits:
@@ -129,10 +130,8 @@ def plan(
                 break
             else:  # of what is predicted to be larger, nothing is tried as long as something smaller is left
                 left = [c for c in left if c.nbytes < pick.nbytes] or [c for c in left if c is not pick]
-        if best is not None:
-            return finished(best)
-    if "pack" in methods:
-        best, coefficients, target = None, listed(plans), max(budget_bytes - around, budget_bytes / 2)
+    if best is None and "pack" in methods:
+        coefficients, target = listed(plans), max(budget_bytes - around, budget_bytes / 2)
         tried: set[float] = set()
         low, high = 0.0, found[0].kept  # of what may be remembered: the most that was small enough, the least that not
         for _ in range(_TRIES):
@@ -152,8 +151,8 @@ def plan(
             target = estimate + spare
             if not low < target < high:
                 target = (low + high) / 2
-        if best is not None:
-            return finished(best)
+    if best is not None:
+        return finished(best)
     smallest = min(t.peak_bytes for t in trials)
     cut = "" if "pack" not in methods or variance >= 1 else ", a higher variance="
     raise ValueError(

@@ -7,13 +7,13 @@ its own, with fresh keys in each step. Calls are entered. A function's own deriv
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import number
+from apgrad._ground.arguments import chosen_numbers, number
 from apgrad._ground.keys import hashed, require_key
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
@@ -116,9 +116,8 @@ def randomize(
                 )
             elif boundaries is not None and False not in of_blocks:
                 warn(
-                    "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and "
-                    f"no block has such an input of at least min_size={min_size} entries that is no argument of the "
-                    "function. Put jax.checkpoint around a part of the function, or leave boundaries out.",
+                    "boundaries have no effect: but for arguments, no input of jax.checkpoint blocks without a policy "
+                    f"has min_size={min_size} entries. Checkpoint parts of the function, or leave boundaries out."
                 )
             return plan
 
@@ -159,11 +158,13 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
     return listed(recorded(function, args, range(len(args)), min_size))
 
 
-def arrays_in(args: Any, numbers: Collection[int]) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
-    """The arrays in arguments, which are inexact and in arguments with these numbers, and what puts arrays back."""
+def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
+    """The shapes of arrays in arguments, which are inexact and in those of `argnums` or any, what puts arrays back."""
     leaves, put = jaxprs.arrays_of(args)
+    numbers = range(len(args)) if argnums is None else chosen_numbers(argnums, len(args))
     owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
-    return leaves, tuple(i for i, x in enumerate(leaves) if owners[i] in numbers and jaxprs.is_inexact(x)), put
+    inexact = tuple(i for i, x in enumerate(leaves) if owners[i] in numbers and jaxprs.is_inexact(x))
+    return list(jax.eval_shape(lambda *arrays: arrays, *leaves)), inexact, put
 
 
 Recorded = list[tuple[str, MemoryPlan]]
@@ -171,7 +172,7 @@ Recorded = list[tuple[str, MemoryPlan]]
 
 def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int) -> Recorded:
     """The plans that remember everything: of stretches by scope, last of the whole, with respect to these arguments."""
-    leaves, chosen, put = arrays_in(args, numbers)
+    leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
     return _recorded(min_size, program, flags, chosen, "", 1, jax.random.key(0))

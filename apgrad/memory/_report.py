@@ -17,8 +17,8 @@ from apgrad._ground.arguments import chosen_numbers
 from apgrad._ground.pictures import new_figure
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
-from apgrad.memory._randomize import randomize
-from apgrad.memory._residuals import Residual, residuals, shapes_in
+from apgrad.memory._randomize import randomize, shapes_in
+from apgrad.memory._residuals import Residual, residuals
 from apgrad.memory._samplers import rounding
 
 __all__ = ["MemoryReport", "memory_report", "temp_bytes"]

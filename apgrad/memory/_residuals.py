@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from apgrad._ground.arguments import chosen_numbers
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import LINEAR_IN_EACH, SAME_VALUE
 from apgrad.memory._budget import relative_variance
-from apgrad.memory._randomize import arrays_in
+from apgrad.memory._randomize import shapes_in
 from apgrad.memory._recompute import work as work_of
 from apgrad.memory._samplers import array_bytes, nbytes, rounding, stratified
 from apgrad.memory._slots import is_view
@@ -192,8 +191,3 @@ def _same(eqn: Any) -> bool:
 
 def _moves(eqn: Any) -> bool:
     return _same(eqn) and len(eqn.invars) == 1 and not isinstance(eqn.invars[0], Literal)
-
-
-def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
-    flat, inexact, put = arrays_in(args, range(len(args)) if argnums is None else chosen_numbers(argnums, len(args)))
-    return list(jax.eval_shape(lambda *arrays: arrays, *flat)), inexact, put

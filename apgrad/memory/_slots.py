@@ -252,15 +252,13 @@ class OfPositions:
         return self.sampler.keep(key, self._rows(x), 1)
 
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        return self._image(restored(self.sampler, key, memory, jax.eval_shape(self._rows, like), 1), like)
+        rows = restored(self.sampler, key, memory, jax.eval_shape(self._rows, like), 1)
+        ordered = rows.reshape([like.shape[i] for i in self.order])
+        return jnp.transpose(ordered, [self.order.index(i) for i in range(len(self.order))])
 
     def _rows(self, x: jax.Array) -> jax.Array:
         ordered = jnp.transpose(x, self.order)
         return ordered.reshape(ordered.shape[0], -1, ordered.shape[-1])
-
-    def _image(self, rows: jax.Array, like: Any) -> jax.Array:
-        ordered = rows.reshape([like.shape[i] for i in self.order])
-        return jnp.transpose(ordered, [self.order.index(i) for i in range(len(self.order))])
 
 
 def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
