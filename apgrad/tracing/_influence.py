@@ -169,11 +169,9 @@ def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool
     number = {name: i for i, name in enumerate(components)}
 
     def enter(message, scope):
-        bits = [0] * words
-        for name in rows_of(scope):
-            bits[number[name] // 32] |= 1 << (number[name] % 32)
-        rest = len(message) - words
-        masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
+        bits, rest = sum(1 << number[name] for name in rows_of(scope)), len(message) - words
+        words_of_bits = (bits >> 32 * i & 0xFFFFFFFF for i in range(words))
+        masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], words_of_bits, strict=True))
         return (*message[:rest], *masks)
 
     messages = values(Context(SEMIRINGS[kind](words), NESTED, enter=enter), loss)

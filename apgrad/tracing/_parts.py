@@ -18,7 +18,6 @@ from jax.tree_util import Partial
 
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._products import dense
-from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import bilinear, dtype_of
 
 MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
@@ -49,7 +48,15 @@ def _ragged(equation: Equation) -> Pull:
     rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
     if not (plain and rows):
         return dense(equation)
-    return equation.in_parts(functools.partial(_grouped, params=params))
+
+    def parts(left, right, sizes):
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(left.shape[0]), side="right")
+        # Rows after the last group are multiplied by zeros.
+        matrices = right.at[group].get(mode="fill", fill_value=0)
+        each_row = (((1,), (1,)), ((0,), (0,)))
+        return [lax.dot_general(left, matrices, each_row, params["precision"], params["preferred_element_type"])]
+
+    return equation.in_parts(parts)
 
 
 def _cumulative(equation: Equation) -> Pull:
@@ -89,34 +96,23 @@ def _tile(equation: Equation) -> Pull:
     return equation.in_parts(parts)
 
 
-def _grouped(left, right, sizes, *, params):
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(left.shape[0]), side="right")
-    # Rows after the last group are multiplied by zeros.
-    matrices = right.at[group].get(mode="fill", fill_value=0)
-    numbers = (((1,), (1,)), ((0,), (0,)))
-    return [lax.dot_general(left, matrices, numbers, params["precision"], params["preferred_element_type"])]
-
-
 def _bilinear(equation: Equation) -> Pull:
     """Where plus is addition: JAX's own transposes, component by component."""
     semiring, active, call = equation.semiring, equation.active, equation.call
-    like = [(jnp.shape(x), x.dtype) for x in equation.inputs]
+    forms = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in equation.inputs]
 
     def pull(inputs, messages):
-        answers: list[Value | None] = [None, None]
-        for side in (0, 1):
-            if active[side]:
-                shape, dtype = like[side]
-                lifted = semiring.lift(inputs[1 - side].astype(dtype_of(messages[0])))
+        def answer(side):
+            mine, other = forms[side], forms[1 - side]
 
-                def transposed(a, b, side=side, shape=shape, dtype=dtype):
-                    a = a.astype(like[1 - side][1])
-                    linear = (lambda x: call(x, a)[0]) if side == 0 else (lambda x: call(a, x)[0])
-                    (found,) = jax.linear_transpose(linear, jax.ShapeDtypeStruct(shape, dtype))(b)
-                    return found
+            def transposed(a, b):
+                a = a.astype(other.dtype)
+                return jax.linear_transpose(lambda x: call(*((x, a) if side == 0 else (a, x)))[0], mine)(b)[0]
 
-                answers[side] = cast(bilinear(semiring, lifted, messages[0], transposed), dtype)
-        return answers
+            lifted = semiring.lift(inputs[1 - side].astype(dtype_of(messages[0])))
+            return cast(bilinear(semiring, lifted, messages[0], transposed), mine.dtype)
+
+        return [answer(side) if wanted else None for side, wanted in enumerate(active)]
 
     return Partial(pull, list(equation.inputs))
 

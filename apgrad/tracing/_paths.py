@@ -9,6 +9,7 @@ goes to the contribution that has the n-th greatest of all these weights, and co
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -253,17 +254,14 @@ class Reader:
         active = control.active_carry(program, active, fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
         advance = lambda values: self._run("step", jaxprs.evaluate, program, values)[:carried]
+        scan = inside.kind == "scan"
         slices, stages = [], []
-        if inside.kind == "scan":
-            slices = list(range(inside.length))[:: -1 if inside.reverse else 1]
-            for t in slices:
-                stages.append([*outer, *carry, *(x[t] for x in xs)])
-                carry = advance(stages[-1])
-        else:
-            while bool(self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0]):
-                slices.append(len(stages))
-                stages.append([*outer, *carry])
-                carry = advance(stages[-1])
+        for t in range(inside.length)[:: -1 if inside.reverse else 1] if scan else itertools.count():
+            if not (scan or self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0]):
+                break
+            slices.append(t)
+            stages.append([*outer, *carry, *(x[t] for x in xs)])
+            carry = advance(stages[-1])
 
         def back(program, values, messages):
             return walk(context, program, values, active).pull(messages)

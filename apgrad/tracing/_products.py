@@ -31,10 +31,8 @@ def _dot_general(equation: Equation) -> Pull:
         middle = batch + len(factors[0].free)
         flat = (math.prod(shape[:batch]), math.prod(shape[batch:middle]), math.prod(shape[middle:]))
         message = jax.tree.map(lambda x: x.reshape(flat), messages[0])  # (B, I, J)
-        answers: list[Value | None] = [None, None]
-        for side in (0, 1):
-            if not active[side]:
-                continue
+
+        def answer(side):
             mine, other = factors[side], factors[1 - side]
             # (B, J, contracted): the other's free axes are summed.
             weight = other.flat(memory[1 - side], other.batch, other.free, other.contracted)
@@ -43,8 +41,9 @@ def _dot_general(equation: Equation) -> Pull:
             swapped = mine.last_is_contracted and (side == 0 or weight.shape[2] >= 16)
             found = contract(semiring, weight, arrived, swapped=swapped, precision=precision)
             order = (mine.free, mine.contracted) if swapped else (mine.contracted, mine.free)
-            answers[side] = cast(jax.tree.map(functools.partial(mine.restore, order=order), found), dtypes[side])
-        return answers
+            return cast(jax.tree.map(functools.partial(mine.restore, order=order), found), dtypes[side])
+
+        return [answer(side) if wanted else None for side, wanted in enumerate(active)]
 
     return Partial(pull, [left if active[1] else None, right if active[0] else None])
 
@@ -82,16 +81,13 @@ def dense(equation: Equation) -> Pull:
         return Partial(lambda pb, messages: answer([(g,) for g in pb([m[0] for m in fill(messages)])]), pullback)
     rows = sum(y.size for y in outputs)
     elements = rows * sum(math.prod(shapes[i]) for i in chosen)
+    lacks = f"tracing has no rule for the primitive {equation.name!r}"
     if elements > LIMIT:
         raise ValueError(
-            f"tracing has no rule for the primitive {equation.name!r} but its Jacobian, which has {elements:,} "
-            f"elements here; at most {LIMIT:,} are computed. Trace a smaller input, or write the operation with other "
-            "primitives."
+            f"{lacks} but its Jacobian, of {elements:,} elements; at most {LIMIT:,} are computed. Trace a smaller "
+            "input, or write the operation with other primitives."
         )
-    warn(
-        f"tracing has no rule for the primitive {equation.name!r}; its Jacobian ({rows} rows) is computed in full. "
-        "Right, but slow."
-    )
+    warn(f"{lacks}; its Jacobian ({rows} rows) is computed in full. Right, but slow.")
     jacobians = []  # for each output, (its elements, *input shape) for each input
     for k, y in enumerate(outputs):
         rows_of = lambda e, k=k: pullback([e if j == k else jnp.zeros_like(o) for j, o in enumerate(outputs)])

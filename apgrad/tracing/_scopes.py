@@ -39,7 +39,8 @@ def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
 
 def warn_of_residual_adds(loss: Loss, components: Sequence[str], known: Sequence[str] = ()) -> list[str]:
     """Says which components hold the way around their branch too, and what to read: those that it returns."""
-    holding = _with_residual_adds(loss)
+    parameters = {v: None for v, active in zip(loss.program.jaxpr.invars, loss.active, strict=True) if active}
+    holding = dict.fromkeys(_holding(loss.program, parameters, ""))  # in the order of the program
     if not (shown := [name for name in holding if name in components and name not in known]):
         return []
     every_scope = dict.fromkeys(name for scope in scopes(loss.program) for name in components_of(scope, None))
@@ -59,14 +60,11 @@ def warn_of_residual_adds(loss: Loss, components: Sequence[str], known: Sequence
     return shown
 
 
-def _with_residual_adds(loss: Loss) -> list[str]:
-    """The names of the scopes that hold a residual add, in the order of the program."""
-    parameters = {v: None for v, active in zip(loss.program.jaxpr.invars, loss.active, strict=True) if active}
-    return list(dict.fromkeys(_holding(loss.program, parameters, "")))
-
-
 def _holding(program: jaxprs.Program, made: Mapping[Any, list[str] | None], scope: str) -> list[str]:
-    """The same, with repetitions; `made` has the scopes around what made each active input, None for a parameter."""
+    """The scopes that hold a residual add, perhaps repeated.
+
+    `made` has the scopes around what made each active input, None for a parameter.
+    """
     made, found = dict(made), []
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name in NO_DERIVATIVE or made.keys().isdisjoint(jaxprs.variables(eqn.invars)):
