@@ -98,7 +98,7 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     given = integers(argnums, "argnums")
     for n in given:
         if not -count <= n < count:
-            raise ValueError(f"argnums has {n}, of {count} positional arguments; keywords do not count")
+            raise ValueError(f"argnums has {n}, but it is called with {count} positional arguments (keywords aside)")
     numbers = tuple(n % count for n in given)
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")
