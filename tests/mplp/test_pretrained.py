@@ -16,21 +16,13 @@ from apgrad import meta, mplp
 from apgrad.mplp import _pretrained as pretrained, _reach
 from tests.refusals import refused
 
-OPTIONS = {
-    "message_size": 2,
-    "rank": 2,
-    "hidden": 3,
-    "neuron_state": 1,
-    "whiten": True,
-    "share": "role",
-    "normalize": True,
-}
+OPTIONS = {"message_size": 2, "rank": 2, "hidden": 3, "neuron_state": 1}
+OPTIONS |= {"whiten": True, "share": "role", "normalize": True}
 
 
 def network():
     made, prior = meta.mlp((2, 3, 1), jnp.tanh, mplp.squared_error)
-    batch = jnp.ones((4, 2)), jnp.ones((4, 1))
-    return made, prior(jax.random.key(0)), batch
+    return made, prior(jax.random.key(0)), (jnp.ones((4, 2)), jnp.ones((4, 1)))
 
 
 @functools.cache
@@ -58,6 +50,11 @@ def signed(path, about):
     path.with_suffix(".json").write_text(json.dumps(about))
 
 
+def not_saved(words, rule, about, folder, error=ValueError):
+    refused(error, words, mplp.save_trained, rule, about, folder / "rule")
+    assert not list(folder.iterdir())
+
+
 def test_names_with_dots_are_names(rule, tmp_path):
     """One name is not another's suffix, and two rules of one beginning are two rules."""
     names = ["rule_v1.1", "rule_v1.2", "rule", "rule.json", "a.b/c.d"]
@@ -68,16 +65,6 @@ def test_names_with_dots_are_names(rule, tmp_path):
         assert about["number"] == i and about.keys() == card().keys() | {"number"}
         jax.tree.map(np.testing.assert_array_equal, found, scaled(rule, i + 1.0))
     assert sum(path.is_file() for path in tmp_path.rglob("*")) == 2 * len(names)  # nothing else is left behind
-
-
-def test_a_card_of_other_options_is_refused(rule, tmp_path):
-    """Options that change what the rule does, though not the shapes of its arrays."""
-    for changed in ({"normalize": False}, {"share": False}, {"full": 3}, {"window": 5}):
-        with pytest.raises(ValueError, match=rf"differs in .*{next(iter(changed))}"):
-            mplp.save_trained(rule, card(**changed), tmp_path / "rule")
-    with pytest.raises(ValueError, match="differs in sites"):
-        mplp.save_trained(rule, card() | {"sites": card()["sites"][1:]}, tmp_path / "rule")
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_the_card_lacks_is_taken_from_the_rule(rule, tmp_path):
@@ -94,18 +81,15 @@ class Halved(mplp.Separable):
 @pytest.mark.parametrize("made", [mplp.Exact, Halved])
 def test_a_rule_of_another_class_is_refused(made, tmp_path):
     other = nnx.eval_shape(lambda: made(0.1) if made is mplp.Exact else made([], rngs=nnx.Rngs(0)))
-    with pytest.raises(TypeError, match=f"Separable and Normalized rules, got {made.__name__}.*meta.Checkpoints"):
-        mplp.save_trained(other, {"trained": "here"}, tmp_path / "rule")
-    assert not list(tmp_path.iterdir())
+    words = f"Separable and Normalized rules, got {made.__name__}.*meta.Checkpoints"
+    not_saved(words, other, {"trained": "here"}, tmp_path, TypeError)
 
 
 def test_a_number_that_is_not_finite_and_real_is_refused(rule, tmp_path):
     leaves, tree = jax.tree.flatten(rule)
     for value in (np.float32(np.inf), np.float64(1e300), np.complex64(1 + 1j), np.int32(3)):
         odd = tree.unflatten([np.full(leaves[0].shape, value), *leaves[1:]])
-        with pytest.raises(ValueError, match="numbers are finite and real, of float32; got"):
-            mplp.save_trained(odd, card(), tmp_path / "rule")
-        assert not list(tmp_path.iterdir())
+        not_saved("numbers are finite and real, of float32; got", odd, card(), tmp_path)
 
 
 @pytest.mark.parametrize("dies", [1, 2])
@@ -129,7 +113,11 @@ def test_a_write_that_fails_leaves_what_was_there_or_says_so(rule, dies, tmp_pat
         refused(ValueError, "were not written together", mplp.load_trained, tmp_path / "rule")
 
 
+# Some change what the rule does, though not the shapes of its arrays.
+OTHERS = {"normalize": False, "share": False, "full": 3, "window": 5}
 CARDS = [
+    *[(card(**{name: value}), f"differs in .*{name}") for name, value in OTHERS.items()],
+    (card() | {"sites": card()["sites"][1:]}, "differs in sites"),
     ([], "a card is a dictionary .* got \\[\\]"),
     ({}, "a card is a dictionary .* got {}"),
     (card() | {"rule": [1]}, "makes no rule"),
@@ -144,15 +132,12 @@ CARDS = [
 ]
 
 
-def test_a_card_that_makes_no_rule_is_refused(rule, tmp_path):
+def test_a_card_that_makes_no_rule_or_another_one_is_refused(rule, tmp_path):
     for wrong, match in CARDS:
-        refused(ValueError, match, mplp.save_trained, rule, wrong, tmp_path / "other")
-    assert not list(tmp_path.iterdir())
+        not_saved(match, rule, wrong, tmp_path)
     mplp.save_trained(rule, card(), tmp_path / "rule")
-    for wrong, match in [
-        ({"rule": OPTIONS}, "makes no rule: KeyError: 'sites'"),
-        (card(hidden=10**7), "do not belong"),
-    ]:
+    alone = {"rule": OPTIONS}, "makes no rule: KeyError: 'sites'"
+    for wrong, match in (alone, (card(hidden=10**7), "do not belong")):
         signed(tmp_path / "rule", wrong)
         refused(ValueError, rf"rule\.json is not a trained rule.*{match}", mplp.load_trained, tmp_path / "rule")
 
@@ -160,19 +145,19 @@ def test_a_card_that_makes_no_rule_is_refused(rule, tmp_path):
 def test_rules_want_inputs_and_targets_standardized_as_their_card_says():
     x, rng = jnp.linspace(0.0, 1.0, 100), np.random.default_rng(0)
     standardized = (x - x.mean()) / x.std()
-    with pytest.raises(ValueError, match=r"standardized inputs, got a mean of 0.5 .* the training inputs"):
-        mplp.load_pretrained("image_mlp", x)
-    with pytest.raises(ValueError, match=r"standardized targets, got a mean of .* the training targets"):
-        mplp.load_pretrained("regression", standardized, 10 * standardized)
-    mplp.load_pretrained("image_mlp", standardized, x)  # whose card says nothing of targets
-    mplp.load_pretrained("sinusoid", x, x)  # nor of inputs
+    load = mplp.load_pretrained
+    refused(ValueError, r"standardized inputs, got a mean of 0.5 .* the training inputs", load, "image_mlp", x)
+    far = "regression", standardized, 10 * standardized
+    refused(ValueError, r"standardized targets, got a mean of .* the training targets", load, *far)
+    load("image_mlp", standardized, x)  # whose card says nothing of targets
+    load("sinusoid", x, x)  # nor of inputs
     for few in rng.standard_normal((8, 8)):  # their mean and deviation are off by chance
-        mplp.load_pretrained("regression", few[:4], few[4:])
-    mplp.load_pretrained("regression", standardized, jnp.ones((1, 1)))  # alike, as classes of ±1 can be
+        load("regression", few[:4], few[4:])
+    load("regression", standardized, jnp.ones((1, 1)))  # alike, as classes of ±1 can be
     for scale in (0.001, 100.0):
-        refused(ValueError, "standardized targets", mplp.load_pretrained, "regression", standardized, scale * few[4:])
+        refused(ValueError, "standardized targets", load, "regression", standardized, scale * few[4:])
     four = meta.data.load_bytes("digits").x_train[:4] / 255  # few images have many pixels
-    refused(ValueError, "standardized inputs", mplp.load_pretrained, "images", four)
+    refused(ValueError, "standardized inputs", load, "images", four)
 
 
 def test_a_rule_shows_its_arguments():
@@ -181,18 +166,17 @@ def test_a_rule_shows_its_arguments():
 
 def test_a_changed_card_and_files_that_hold_something_else_are_refused(rule, tmp_path):
     """The digest is of the card too, and the error names the file."""
-    mplp.save_trained(rule, card(), tmp_path / "rule")
+    path = tmp_path / "rule"
+    mplp.save_trained(rule, card(), path)
     about, data = json.loads((tmp_path / "rule.json").read_text()), (tmp_path / "rule.npz").read_bytes()
     without = {name: value for name, value in about.items() if name != pretrained.DIGEST}
     for changed in (about | {"more": 2}, about | {"rule": about["rule"] | {"window": 65}}, without):
         (tmp_path / "rule.json").write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"rule\.json is not a trained rule.*not written together"):
-            mplp.load_trained(tmp_path / "rule")
+        refused(ValueError, r"rule\.json is not a trained rule.*not written together", mplp.load_trained, path)
     for text, arrays in [("{", data), ("[1]", data), ("", data), (json.dumps(about), data[:999]), ("\xff", data)]:
         (tmp_path / "rule.json").write_text(text, encoding="latin-1")
         (tmp_path / "rule.npz").write_bytes(arrays)
-        with pytest.raises(ValueError, match=r"rule\.json is not a trained rule as save_trained writes it"):
-            mplp.load_trained(tmp_path / "rule")
+        refused(ValueError, r"rule\.json is not a trained rule as save_trained writes it", mplp.load_trained, path)
 
 
 def test_an_activation_is_recognised_by_its_values_under_vmap_too():
@@ -216,9 +200,9 @@ def test_every_option_of_every_rule_is_checked():
         for names, match in options.items():
             for value in ("rol", None, 2) if match else (-1, "3", float("nan"), True):
                 for name in names.split():
-                    given = {name: (value,) if name == "layers" else value}
-                    with pytest.raises(ValueError, match=f"^{name}.* must be {match.format(value)}"):
-                        rule(sites(), **fixed | given, rngs=nnx.Rngs(0))
+                    given = fixed | {name: (value,) if name == "layers" else value}
+                    words = f"^{name}.* must be {match.format(value)}"
+                    refused(ValueError, words, rule, sites(), **given, rngs=nnx.Rngs(0))
 
 
 class Gather(nnx.Module):
@@ -238,12 +222,10 @@ def test_roles_are_those_of_an_mlp_and_of_layers_with_parameters():
     learned = mplp.to_nnx(model, jax.tree.map(lambda x: x + 1, params), names="role")
     np.testing.assert_array_equal(learned.layers[3].kernel[...], second.kernel[...] + 1)
     refused(ValueError, "1_dense", mplp.to_nnx, model, params)
-    with pytest.raises(ValueError, match=r"asks for '1_dense'.*A layer of your own"):
-        mplp.init_state(rule, *mplp.from_nnx(model, mplp.softmax_cross_entropy), batch)
-    for parts, match in (
-        ([*model.layers, nnx.softmax], "for MLPs"),
-        ([lambda x: x[:, :3], *model.layers[1:]], "before the first dense layer to x yourself"),
-    ):
+    numbered = mplp.from_nnx(model, mplp.softmax_cross_entropy)
+    refused(ValueError, r"asks for '1_dense'.*A layer of your own", mplp.init_state, rule, *numbered, batch)
+    sliced = [lambda x: x[:, :3], *model.layers[1:]], "before the first dense layer to x yourself"
+    for parts, match in (([*model.layers, nnx.softmax], "for MLPs"), sliced):
         refused(TypeError, match, mplp.from_nnx, nnx.Sequential(*parts), mplp.softmax_cross_entropy, names="role")
 
 
@@ -251,12 +233,10 @@ def test_a_rule_says_what_a_node_needs_where_only_its_bias_is_another():
     made, params, batch = network()
     with_bias = mplp.sites(made, params, batch)
     without = [site._replace(bias=False) for site in with_bias]
-    for known, asked, hint in (
-        (without, with_bias, "without a bias: leave it out"),
-        (with_bias, without, "give it one"),
-    ):
-        with pytest.raises(ValueError, match=rf"'dense_in' \(dense.*{hint}"):
-            mplp.Separable(known, rngs=nnx.Rngs(0)).at(next(site for site in asked if site.name == "dense_in"))
+    hints = {"without a bias: leave it out": (without, with_bias), "give it one": (with_bias, without)}
+    for hint, (known, asked) in hints.items():
+        rule = mplp.Separable(known, rngs=nnx.Rngs(0))
+        refused(ValueError, rf"'dense_in' \(dense.*{hint}", rule.at, next(s for s in asked if s.name == "dense_in"))
 
 
 REACH = {"activations": ["tanh", "step"], "minibatches": [4, 8], "depths": [1, 2], "widths": [3, 5]}
@@ -312,15 +292,13 @@ def test_a_rule_that_was_told_its_updates_knows_them_when_it_is_read(tmp_path):
             trace(found, made, params, batch)
 
 
-@pytest.mark.parametrize(
-    ("between", "match"),
-    [
-        (lambda at, a, b: mplp.activation(at["tanh"], jnp.tanh, mplp.wire(jnp.add, a, b)), None),
-        (lambda at, a, b: mplp.activation(at["tanh"], jnp.tanh, mplp.wire(jnp.multiply, a, b)), "a product or other"),
-        (lambda at, a, b: a, "two dense nodes without an activation between"),
-        (lambda at, a, b: mplp.wire(lambda x: x[:, ::-1], a), "two dense nodes without an activation between"),
-    ],
-)
+activated = lambda function: lambda at, a, b: mplp.activation(at["tanh"], jnp.tanh, mplp.wire(function, a, b))
+LINEAR = lambda at, a, b: a, lambda at, a, b: mplp.wire(lambda x: x[:, ::-1], a)
+BETWEEN = [(activated(jnp.add), None), (activated(jnp.multiply), "a product or other")]
+BETWEEN += [(between, "two dense nodes without an activation between") for between in LINEAR]
+
+
+@pytest.mark.parametrize(("between", "match"), BETWEEN)
 def test_a_rule_says_where_a_network_is_no_mlp(between, match):
     """Two dense nodes side by side, what is between them and the last one, and a loss."""
     exact = mplp.Exact(0.1)
