@@ -19,6 +19,9 @@ X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
 TOKENS = np.asarray([[0, 3, 1], [2, 2, -1]])
 
 
+network_of = functools.partial(mplp.from_nnx, loss=mplp.squared_error)
+
+
 def assert_descends(network, params, batch, loss, rate, **tolerance):
     """The exact rule's updates are the gradient times the rate."""
 
@@ -108,10 +111,7 @@ def test_the_options_are_all_there_are():
         assert set(options) <= set(inspect.signature(type(layer).__init__).parameters)
 
 
-CELLS: dict[type, dict] = {
-    nnx.SimpleCell: {"activation_fn": nnx.relu},
-    nnx.GRUCell: {"activation_fn": nnx.relu, "gate_fn": nnx.tanh},
-}
+CELLS: dict[type, dict] = {nnx.SimpleCell: {}, nnx.GRUCell: {"gate_fn": nnx.tanh}}
 
 
 @pytest.mark.parametrize("cell", [nnx.SimpleCell, pytest.param(nnx.GRUCell, marks=pytest.mark.long)])
@@ -122,18 +122,15 @@ def test_recurrence_is_flaxs_and_its_gradient_exact(cell):
         return nnx.Sequential(rnn, nnx.RNN(cell(3, 5, rngs=rngs), rngs=rngs), lambda x: x[:, -1])
 
     batch = jnp.asarray(X), jnp.ones((2, 5))
-    mplp.from_nnx(model(**CELLS[cell]), mplp.squared_error, batch[0])
-    network, params = mplp.from_nnx(model(), mplp.squared_error)
+    network_of(model(activation_fn=nnx.relu, **CELLS[cell]), x=batch[0])
+    network, params = network_of(model())
     loss = lambda p: jnp.mean(jnp.sum((network.predict(p, batch[0]) - batch[1]) ** 2, -1)) / 2
     assert_descends(network, params, batch, loss, 0.5, rtol=1e-4, atol=1e-6)
-    again = mplp.from_nnx(mplp.to_nnx(model(), jax.tree.map(lambda p: p + 1, params)), mplp.squared_error)[1]
-    jax.tree.map(np.testing.assert_array_equal, again, jax.tree.map(lambda p: p + 1, params))
-    with pytest.raises(TypeError, match=r"got an nnx.* with .*dtype=.*bfloat16"):
-        mplp.from_nnx(model(dtype=jnp.bfloat16), mplp.squared_error)
-    with pytest.raises(TypeError, match=r"got an nnx\.SimpleCell with residual=True"):
-        mplp.from_nnx(
-            nnx.Sequential(nnx.RNN(nnx.SimpleCell(4, 3, residual=True, rngs=nnx.Rngs(0)))), mplp.squared_error
-        )
+    moved = jax.tree.map(lambda p: p + 1, params)
+    jax.tree.map(np.testing.assert_array_equal, network_of(mplp.to_nnx(model(), moved))[1], moved)
+    refused(TypeError, r"got an nnx.* with .*dtype=.*bfloat16", network_of, model(dtype=jnp.bfloat16))
+    residual = nnx.Sequential(nnx.RNN(nnx.SimpleCell(4, 3, residual=True, rngs=nnx.Rngs(0))))
+    refused(TypeError, r"got an nnx\.SimpleCell with residual=True", network_of, residual)
 
 
 GLOBAL = {"linear": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
@@ -223,14 +220,12 @@ def test_parameters_of_another_model_are_refused():
 
 def test_what_is_no_layer_is_refused():
     for parts, match in NO_LAYERS:
-        refused(TypeError, match, mplp.from_nnx, nnx.Sequential(*parts), mplp.squared_error)
-    with pytest.raises(ValueError, match=r"at least one layer, got an empty nnx\.Sequential"):
-        mplp.from_nnx(nnx.Sequential(), mplp.squared_error)
-    with pytest.raises(TypeError, match=r"takes an nnx.Sequential, got Own"):
-        mplp.from_nnx(own(nnx.Sequential)(inner), mplp.squared_error)
+        refused(TypeError, match, network_of, nnx.Sequential(*parts))
+    refused(ValueError, r"at least one layer, got an empty nnx\.Sequential", network_of, nnx.Sequential())
+    refused(TypeError, r"takes an nnx.Sequential, got Own", network_of, own(nnx.Sequential)(inner))
     model = nnx.Sequential(nnx.Dropout(0.5, deterministic=True), nnx.Dropout(0.0, rngs=nnx.Rngs(0)))
-    mplp.from_nnx(model, mplp.squared_error, jnp.asarray(X))
-    mplp.from_nnx(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]), mplp.squared_error)
+    network_of(model, x=jnp.asarray(X))
+    network_of(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]))
 
 
 def test_a_loss_of_arrays_reads_the_prediction():
@@ -272,22 +267,19 @@ def test_a_layer_of_another_form_than_its_node_is_refused():
 
     node = lambda place, _, s: mplp.wire(lambda x: jnp.concatenate([x, x], -1), s)
     mplp.layer.register(Twice, lambda part: mplp.Layer("twice", {}, node))
-    with pytest.raises(ValueError, match=r"float32\(2, 6, 8\), the model float32\(4, 6, 4\)"):
-        mplp.from_nnx(nnx.Sequential(Twice()), mplp.squared_error, jnp.asarray(X))
+    words = r"float32\(2, 6, 8\), the model float32\(4, 6, 4\)"
+    refused(ValueError, words, network_of, nnx.Sequential(Twice()), x=jnp.asarray(X))
 
 
 def test_tokens_are_those_of_flax():
     """Negative ones too, and those of a table of a single row; where they are out of range, never another row."""
-    for rows in (4, 1):
-        model = nnx.Sequential(nnx.Embed(rows, 3, rngs=nnx.Rngs(0)))
-        mplp.from_nnx(model, mplp.squared_error, jnp.asarray(TOKENS))
-    network, params = mplp.from_nnx(nnx.Sequential(nnx.Embed(4, 3, rngs=nnx.Rngs(0))), mplp.squared_error)
+    for rows in (1, 4):
+        network, params = network_of(nnx.Sequential(nnx.Embed(rows, 3, rngs=nnx.Rngs(0))), x=jnp.asarray(TOKENS))
     for tokens in (jnp.asarray([[0, 4]]), jnp.asarray([[0, -5]])):
         refused(ValueError, r"has 4 rows; got tokens from (0 to 4|-5 to 0)", network.predict, params, tokens)
         got = jax.jit(network.predict)(params, tokens)  # where the tokens are not known, as Flax
         assert jnp.all(jnp.isnan(got[0, 1])) and jnp.all(jnp.isfinite(got[0, 0]))
-    model = nnx.Sequential(linear(), nnx.Embed(4, 3, rngs=nnx.Rngs(0)))
-    network, params = mplp.from_nnx(model, mplp.squared_error)
+    network, params = network_of(nnx.Sequential(linear(), nnx.Embed(4, 3, rngs=nnx.Rngs(0))))
     refused(TypeError, "embedding takes integers, got a signal", network.predict, params, jnp.asarray(X))
 
 
@@ -327,8 +319,7 @@ def test_a_model_is_what_it_was():
     assert jax.tree.structure(updates) == jax.tree.structure(wanted)
     close(updates, jax.tree.map(lambda g: -0.5 * g, wanted), rtol=1e-4, atol=2e-6)
     assert all(jnp.any(u != 0) for u in jax.tree.leaves(updates))
-    after = optax.apply_updates(params, updates)
-    assert jnp.any(jit(network.predict)(after, x) != predicted)
+    assert jnp.any(jit(network.predict)(optax.apply_updates(params, updates), x) != predicted)
 
 
 def test_a_layer_of_two_nodes_takes_a_place_for_each():
