@@ -182,10 +182,10 @@ def _(m, at, p, x, y):
     return m.squared_error(at["loss"], m.dense(at["3"], h, p["w1"], p["b1"]), y)
 
 
-@add(
-    "convolution, pooling, positions",
-    drawn((2, 6, 6, 2), (2, 2), k0=(3, 3, 2, 4), b0=(4,), k1=(2, 2, 4, 3), w=(6, 2), b=(2,)),
-)
+IMAGES = drawn((2, 6, 6, 2), (2, 2), k0=(3, 3, 2, 4), b0=(4,), k1=(2, 2, 4, 3), w=(6, 2), b=(2,))
+
+
+@add("convolution, pooling, positions", IMAGES)
 def _(m, at, p, x, y):
     h = m.conv(at["conv"], at.signal(x), p["k0"], p["b0"], strides=(1, 2))
     h = m.max_pool(at["max"], m.activation(at["a"], jnp.tanh, h), (2, 1))
@@ -208,12 +208,10 @@ def _(m, at, p, x, y):
 
 
 TOKENS = np.array([[0, 1, 2, 1, 1], [5, 4, 3, 2, 1], [0, 0, 0, 5, 2]])
+SENTENCES = drawn(TOKENS, (3, 2), classes=True, table=(6, 3), w=(7, 4), b=(4,), out=(4, 2))
 
 
-@add(
-    "embedding, recurrence through scan",
-    drawn(TOKENS, (3, 2), classes=True, table=(6, 3), w=(7, 4), b=(4,), out=(4, 2)),
-)
+@add("embedding, recurrence through scan", SENTENCES)
 def _(m, at, p, tokens, y):
     steps = m.wire(lambda x: jnp.moveaxis(x, 1, 0), m.embedding(at["embed"], tokens, p["table"]))
     joined = lambda x, h: m.dense(at["cell"], m.wire(lambda x, h: jnp.concatenate([x, h], -1), x, h), p["w"], p["b"])

@@ -67,9 +67,8 @@ def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
 def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
     """Updates and the meta-gradient; batch norm stands over all rows, whatever the chunk is."""
     network, params, batch = case(["dense with a bias"], 4, 3, 5)
-    rule = mplp.Thesis(
-        mplp.sites(network, params, batch), message_size=2, hidden=6, batch_norm=batch_norm, rngs=nnx.Rngs(0)
-    )
+    options = {"message_size": 2, "hidden": 6, "batch_norm": batch_norm}
+    rule = mplp.Thesis(mplp.sites(network, params, batch), **options, rngs=nnx.Rngs(0))
 
     def outer(rule):
         updates = first_step(rule, network, params, batch)[0]

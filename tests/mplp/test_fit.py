@@ -45,8 +45,7 @@ def test_fit_is_the_loop_of_inner_steps():
 
     expected, (losses, measures) = jax.lax.scan(descend, params, (X, Y))
     np.testing.assert_allclose(fitted.losses, losses, rtol=1e-5)
-    learned = mplp.from_nnx(fitted.model, mplp.softmax_cross_entropy)[1]
-    close(learned, expected, rtol=1e-5, atol=1e-6)
+    close(mplp.from_nnx(fitted.model, mplp.softmax_cross_entropy)[1], expected, rtol=1e-5, atol=1e-6)
     assert fitted.steps.tolist() == [0, 4, 6] and len(calls) == 1  # traced once
     np.testing.assert_allclose(fitted.held_out[:2], np.asarray(measures)[[0, 4]], rtol=1e-5)
 
@@ -129,24 +128,24 @@ def test_fit_shows_a_bar(capsys):
     assert "training: 100%" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"steps": 7}, ValueError, "the data have 6 minibatches, and 7 steps need as many.*cycle"),
-        ({"data": []}, ValueError, "the data have 0 minibatches"),
-        ({"data": [BATCHES[0], (X[1, :2], Y[1, :2])]}, ValueError, r"minibatch 1 of float32\(2, 3\), float32\(2, 2\)"),
-        ({"data": None}, TypeError, r"data are minibatches \(x, y\), .* got NoneType"),
-        ({"measure": lambda prediction, y: 0.0}, ValueError, "got measure, .* without held_out"),
-        ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
-        ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
-        ({"data": [(X[0] * np.nan, Y[0])], "steps": 1}, FloatingPointError, "the loss of minibatch 0 is nan"),
-        ({"data": [BATCHES[0], EXPLODES], "rule": "image_mlp", "steps": 2}, FloatingPointError, "parameters"),
-        ({"held_out": (X[0] * np.nan, Y[0])}, FloatingPointError, "held-out measure after 0 updates is nan"),
-        ({"data": [(X[0] + 9, Y[0])], "rule": "image_mlp"}, ValueError, "standardized"),
-        ({"steps": 0}, ValueError, "steps must be an integer of at least 1"),
-        ({"every": 0}, ValueError, "every must be"),
-        ({"rule": "image"}, ValueError, "no trained rule 'image'"),
-    ],
-)
+NO_DATA = [
+    ({"steps": 7}, ValueError, "the data have 6 minibatches, and 7 steps need as many.*cycle"),
+    ({"data": []}, ValueError, "the data have 0 minibatches"),
+    ({"data": [BATCHES[0], (X[1, :2], Y[1, :2])]}, ValueError, r"minibatch 1 of float32\(2, 3\), float32\(2, 2\)"),
+    ({"data": None}, TypeError, r"data are minibatches \(x, y\), .* got NoneType"),
+    ({"measure": lambda prediction, y: 0.0}, ValueError, "got measure, .* without held_out"),
+    ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
+    ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
+    ({"data": [(X[0] * np.nan, Y[0])], "steps": 1}, FloatingPointError, "the loss of minibatch 0 is nan"),
+    ({"data": [BATCHES[0], EXPLODES], "rule": "image_mlp", "steps": 2}, FloatingPointError, "parameters"),
+    ({"held_out": (X[0] * np.nan, Y[0])}, FloatingPointError, "held-out measure after 0 updates is nan"),
+    ({"data": [(X[0] + 9, Y[0])], "rule": "image_mlp"}, ValueError, "standardized"),
+    ({"steps": 0}, ValueError, "steps must be an integer of at least 1"),
+    ({"every": 0}, ValueError, "every must be"),
+    ({"rule": "image"}, ValueError, "no trained rule 'image'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "match"), NO_DATA)
 def test_what_cannot_be_trained_on_is_refused(options, error, match):
     refused(error, match, fit, **options)

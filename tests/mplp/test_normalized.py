@@ -23,8 +23,7 @@ def made(batch=6, sizes=(4, 5, 3), **options):
     x = jax.random.normal(jax.random.key(1), (batch, sizes[0]), float)
     data = x, jax.nn.one_hot(jnp.arange(batch) % sizes[-1], sizes[-1], dtype=float)
     small = {"message_size": 3, "rank": 2, "hidden": 4, **options}
-    rule = mplp.Normalized(mplp.sites(network, params, data), rngs=nnx.Rngs(0), **small)
-    return network, params, data, rule
+    return network, params, data, mplp.Normalized(mplp.sites(network, params, data), rngs=nnx.Rngs(0), **small)
 
 
 def moved(rule):
@@ -168,9 +167,7 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
         jax.eval_shape(lambda p: first_step(rule, network, p, batch), params)
 
     for name, body in bodies.items():
-        network = lambda places, p, b, body=body: mplp.squared_error(
-            places["loss"], body(places, places.signal(b[0]), p), b[1]
-        )
+        network = lambda at, p, b, body=body: mplp.squared_error(at["loss"], body(at, at.signal(b[0]), p), b[1])
         rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
         warned = pytest.warns(UserWarning, match=r"'fc'.*mplp\.shared first")
         with contextlib.nullcontext() if name in right else warned:

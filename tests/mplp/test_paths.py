@@ -81,15 +81,15 @@ def beside(extra):
 
 
 each = jax.tree.map
+branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)
+value_in_scan = lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value)))
+of_value = lambda n: lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.value[0, 0]), w)
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 REFUSED = {
     "a value in the loss": (beside(lambda n, first, last: 0.1 * jnp.sum(first.value**2)), OUTSIDE),
     "a value from a scan in the loss": (beside(lambda n, first, last: jnp.mean(last.value)), OUTSIDE),
     "a parameter in the loss": (beside(lambda n, first, last: 1e-3 * jnp.sum(n.p["w"].value ** 2)), OUTSIDE),
-    "a condition in the loss": (
-        beside(lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)),
-        OUTSIDE,
-    ),
+    "a condition in the loss": (beside(branch), OUTSIDE),
     "a weight of a loss": (lambda n: jnp.mean(n.dense("3").value) * n.loss(n.dense()), OUTSIDE),
     "an input": (lambda n: n.loss(n.dense(signal=n.at.signal(n.x + n.p["pos"].value))), r"params\['pos'\]"),
     "a value again": (lambda n: n.loss(n.dense("2", n.at.signal(jax.nn.relu(n.dense().value)))), "the dense node '1'"),
@@ -102,20 +102,13 @@ REFUSED = {
     "a product of parameters": (lambda n: n.loss(n.dense(w=each(jnp.multiply, n.p["w"], n.p["v"]))), "'v'.*and.*'w'"),
     "a parameter times a value": (lambda n: n.loss(n.dense(w=each(lambda a: a * n.p["c"].value, n.p["w"]))), "'c'"),
     "a value scaled, its port not": (lambda n: n.loss(n.dense()._replace(value=2 * n.dense().value)), "node '1'"),
-    "a value in a scan": (
-        lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value))),
-        "the dense node '1'",
-    ),
-    "a value in shard_map": (
-        lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.value[0, 0]), w)),
-        r"params\['w'\]",
-    ),
+    "a value in a scan": (value_in_scan, "the dense node '1'"),
+    "a value in shard_map": (lambda n: in_shard_map(n, of_value(n)), r"params\['w'\]"),
 }
+again = lambda n: jax.lax.scan(lambda s, _: (n.dense("1", s), 0), n.dense(), None, 2)[0]
 RIGHT = {
     "one node twice": lambda n: n.loss(jax.checkpoint(n.dense, static_argnums=0)("1", n.dense(), n.p["w"])),
-    "a node in a scan and before": lambda n: n.loss(
-        jax.lax.scan(lambda s, _: (n.dense("1", s), 0), n.dense(), None, 2)[0]
-    ),
+    "a node in a scan and before": lambda n: n.loss(again(n)),
     "a readout beside a loss": beside(lambda n, first, last: 0.1 * jnp.mean(mplp.readout(n.at["r"], first) ** 2)),
     "a constant in the loss": beside(lambda n, first, last: jnp.sum(jax.lax.stop_gradient(first.value))),
     "a comparison in the loss": beside(lambda n, first, last: jnp.mean(jnp.where(first.value > 0, 1.0, 2.0))),
@@ -164,17 +157,14 @@ def test_what_goes_with_its_messages_is_right():
 
 def test_two_nodes_with_parameters_of_their_own_are_no_one_node():
     """They would share a state, and the rule would see one layer of the two."""
-    twice = lambda n, name, first, second: n.loss(n.dense(name, n.dense(name, w=first), second))
+    both = lambda n, first, second: n.loss(n.dense("1", n.dense(w=first), second))
+    biased = lambda n: n.loss(mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"]))
     in_scan = lambda n: through_a_scan(n, lambda s: n.dense("1", n.dense("1", s), n.p["v"]))
     made = {
-        r"'1' is used with several parameters, params\['w'\], and params\['v'\]": lambda n: twice(
-            n, "1", n.p["w"], n.p["v"]
-        ),
+        r"'1' is used with several parameters, params\['w'\], and params\['v'\]": lambda n: both(n, n.p["w"], n.p["v"]),
         r"params\['w'\], and params\['v'\].*place\.within": in_scan,
-        r"params\['v'\], and a constant": lambda n: twice(n, "1", n.p["v"], mplp.parameter(jnp.ones((3, 3)))),
-        r"bias node 'b'.*params\['c'\], and params\['d'\]": lambda n: n.loss(
-            mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
-        ),
+        r"params\['v'\], and a constant": lambda n: both(n, n.p["v"], mplp.parameter(jnp.ones((3, 3)))),
+        r"bias node 'b'.*params\['c'\], and params\['d'\]": biased,
     }
     for match, make in made.items():
         refused(ValueError, match, jax.eval_shape, lambda p, make=make: updates(network(make), p), P | {"d": P["c"]})

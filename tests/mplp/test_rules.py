@@ -274,9 +274,7 @@ def test_standardizers_are_refused_where_there_are_none_or_by_a_wrong_number():
     params, batch, batches = task(graph, "float32", steps=2)
     sites = mplp.sites(graph.network, params, batch)
     fit = lambda rule, **options: mplp.fit_standardizers(rule, graph.network, params, batches, **options)
-    refused(
-        TypeError, "PerSynapse has standardizers to fit, got Separable", fit, mplp.Separable(sites, rngs=nnx.Rngs(0))
-    )
+    refused(TypeError, "PerSynapse has standardizers to fit, got Separable", fit, separable(sites))
     rule = per_synapse(sites, layers=(3,), cell="mlp")
     for bad in (-1, 3, float("nan")):
         refused(ValueError, r"blend must be in \[0, 1\], got", fit, rule, blend=bad)
@@ -427,8 +425,7 @@ def test_an_answer_of_another_dtype_is_converted_before_it_is_summed():
 
         @staticmethod
         def answer(local, site, question, state):
-            half = lambda x: x.astype(jnp.float16)
-            return jax.tree.map(half, local(site, question, state))
+            return jax.tree.map(lambda x: x.astype(jnp.float16), local(site, question, state))
 
     def network(at, p, x):
         h = mplp.bias(at["bias"], mplp.conv(at["conv"], at.signal(x), p["w"]), p["b"])
