@@ -17,16 +17,14 @@ from apgrad._ground.port import port
 from experiments.benchmarks.tracing import LOGARITHMS
 from tests.cases import cases
 from tests.refusals import refused
-from tests.tracing.models import KEY, MINE, MODELS, numbers
+from tests.tracing.models import KEY, MINE, MODELS, numbers, plus, times
 
 
 @cases("model", MODELS, long=["cnn", "batch norm"])
 def test_the_sum_is_the_gradient(model):
     loss, params = model()
-    together = jax.jit(
-        lambda p: (jax.grad(loss)(p), ap.semiring_grad(loss, ap.tracing.ordinary())(p), ap.semiring_grad(loss, MINE)(p))
-    )
-    wanted, *found = map(jax.tree.leaves, together(params))
+    gradients = jax.grad(loss), *(ap.semiring_grad(loss, semiring) for semiring in (ap.tracing.ordinary(), MINE))
+    wanted, *found = map(jax.tree.leaves, jax.jit(lambda p: [gradient(p) for gradient in gradients])(params))
     scale = max(float(jnp.max(jnp.abs(g))) for g in wanted)
     for got in found:
         for x, y in zip(got, wanted, strict=True):
@@ -34,11 +32,7 @@ def test_the_sum_is_the_gradient(model):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * scale)
 
 
-FUNCTIONS = {
-    "identity": (lambda x: x, lambda x: 1.0),
-    "sine": (jnp.sin, np.cos),
-    "square": (jnp.square, lambda x: 2 * x),
-}
+FUNCTIONS = {"id": (lambda x: x, lambda x: 1.0), "sine": (jnp.sin, np.cos), "square": (jnp.square, lambda x: 2 * x)}
 
 
 @st.composite
@@ -90,11 +84,8 @@ def test_every_semiring_is_its_sum_over_all_paths(network, x):
     for i, products in enumerate(paths(network, x)):
         sizes = np.abs(products)
         share = sizes[sizes > 0] / max(sizes.sum(), 1e-30)
-        wanted = {
-            "max_product": sizes.max(),
-            "absolute_sum": sizes.sum(),
-            "top_k": np.sort(np.pad(sizes, (0, 3)))[::-1][:3],
-        }
+        top = np.sort(np.pad(sizes, (0, 3)))[::-1][:3]
+        wanted = {"max_product": sizes.max(), "absolute_sum": sizes.sum(), "top_k": top}
         for name, value in wanted.items():
             np.testing.assert_allclose(got[name][i], value, rtol=2e-5, atol=1e-6)
         np.testing.assert_allclose(np.exp(got["log max_product"][i]), sizes.max(), rtol=5e-5, atol=1e-6)
@@ -173,7 +164,6 @@ def test_a_module_that_only_writes_back_what_was_there_is_traced():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), heaviest, trace.weights)
 
 
-times, plus = lambda a, b: (a[0] * b[0],), lambda a, b: (a[0] + b[0],)
 semiring = functools.partial(ap.tracing.Semiring, "yours", zero=(0.0,), one=(1.0,))
 NO_SEMIRINGS = [
     (ap.tracing.max_product, TypeError, "got function. Call it"),
@@ -252,8 +242,7 @@ def test_argnums_as_jax_grad_takes_them(argnums):
     args = 2.0, {"a": 3.0}, jnp.arange(3.0)
     got, wanted = ap.semiring_grad(f, MINE, argnums)(*args), jax.grad(f, argnums)(*args)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, wanted)
     trace = ap.trace_gradients(f, argnums=argnums)(*args)
     assert len(trace.parameters) == len(jax.tree.leaves(got))
     assert jax.tree.structure(trace.weights) == jax.tree.structure(wanted)
