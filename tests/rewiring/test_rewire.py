@@ -82,8 +82,7 @@ def test_rebuilding_every_site_changes_no_bit(names, kinds):
     assert set(planned) and {s.kind for s in planned} <= set(kinds)
     got, expected = (jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(ws, X) for g in (rewired, f))
     assert {s.name for s in planned} == set(messages)
-    exact = np.testing.assert_array_equal
-    jax.tree.map(exact, got, expected)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_a_rule_sees_what_a_node_is():
@@ -277,9 +276,7 @@ def test_modules_that_change_themselves_are_rewired_as_a_function_of_their_state
 def test_the_message_of_the_output_under_vmap_is_each_examples_own():
     """`vmap` does not map constants: a port of plain zeros would bring each example the sum of all messages."""
 
-    def at(site, _):
-        return ap.Propagator(lambda x, w: (x * w, None), lambda _, message, result: (result, None))
-
+    at = lambda site, _: ap.Propagator(lambda x, w: (x * w, None), lambda _, message, result: (result, None))
     rule = Rule(lambda site: site.label == "mul" and site.weights == 1, at, direct=True)
     plain = lambda w, x: (x * w) ** 2
     scan = lambda w, x: jax.lax.scan(lambda x, _: (x * w, None), x, length=2)[0] ** 2
@@ -308,6 +305,9 @@ def test_errors_of_rules_and_arguments():
     grad = lambda rewired, *args: jax.grad(lambda w: jnp.sum(rewired(*args, w, X)))(W)
     answers = lambda back: grad(ap.rewire(f, rule(at(lambda x, w: (x @ w, None), lambda _, m: back(m)))))
     clip = ap.rewiring.clip_messages(1.0, where=("tanh", "cosh"))
+    named = rule(good)._replace(where="dense")  # pyright: ignore[reportArgumentType]
+    by_label = r"functions of a site, got where='dense'; .* site\.label == 'dense'$"
+    sine, no_node = rule(lambda site, p: jnp.sin), r"return an ap\.Propagator.*got .* at the"
     swapped, with_params = rule(at(lambda x, w: (w, None), lambda _, m: (m, None))), ap.rewire(f, one)
     scaled = lambda w: grad(ap.rewire(lambda v, x: x @ v * w, rule(good)))
     no_second, sites = "no second derivative of a rewired function", r"dictionary with the sites \['dot_general\[0\]'\]"
@@ -315,17 +315,9 @@ def test_errors_of_rules_and_arguments():
         (lambda: ap.rewire(f, good), TypeError, "takes a rule"),  # pyright: ignore[reportArgumentType]
         (lambda: ap.rewire(3, rule(good)), TypeError, "rewire takes a function, got int"),  # pyright: ignore
         (lambda: ap.rewire(f, ap.rewiring.sign_symmetry), TypeError, "got function. Call it"),  # pyright: ignore
-        (
-            lambda: ap.rewire(f, rule(good)._replace(where="dense")),
-            TypeError,
-            r"functions of a site, got where='dense'; .* site\.label == 'dense'$",
-        ),  # pyright: ignore
+        (lambda: ap.rewire(f, named), TypeError, by_label),
         (lambda: ap.rewire(f, rule(3)), TypeError, "functions of a site, got at=3$"),
-        (
-            lambda: grad(ap.rewire(f, rule(lambda site, p: jnp.sin))),
-            TypeError,
-            r"return an ap\.Propagator.*got .* at the",
-        ),
+        (lambda: grad(ap.rewire(f, sine)), TypeError, no_node),
         (lambda: ap.rewire(f, rule(good), argnums=1.0), TypeError, "argnums must be an integer"),  # pyright: ignore
         (lambda: ap.rewire(f, rule(good), argnums=5)(W, X), ValueError, "argnums has 5"),
         (lambda: ap.rewire(lambda x: jnp.tanh(x), clip).init(X), ValueError, "name 'cosh'; did you mean 'tanh'"),

@@ -84,9 +84,7 @@ def test_vmap_outside_and_inside():
 @pytest.mark.quick
 def test_branches_share_a_name_and_a_branch_that_is_not_taken_is_zeros():
     def loss(x, positive):
-        def sine(x):
-            return ap.tap(ap.tap(jnp.sin(x), "both"), "sine")
-
+        sine = lambda x: ap.tap(ap.tap(jnp.sin(x), "both"), "sine")
         return jax.lax.cond(positive, sine, lambda x: 3 * ap.tap(x, "both"), x)
 
     taken, other = (ap.with_taps(jax.grad(loss))(0.5, p)[1] for p in (True, False))
@@ -119,12 +117,8 @@ def test_a_branch_that_one_example_does_not_take_is_zeros_for_it():
 
 def test_nested_scans_stack_twice_and_dtypes_stay():
     def loss(x):
-        def inner(h, _):
-            return ap.tap(h * 2, "inner"), None
-
-        def outer(h, _):
-            return jax.lax.scan(inner, h, length=2)[0], None
-
+        inner = lambda h, _: (ap.tap(h * 2, "inner"), None)
+        outer = lambda h, _: (jax.lax.scan(inner, h, length=2)[0], None)
         return jax.lax.scan(outer, x, length=3)[0].astype(jnp.float32)
 
     message = ap.with_taps(jax.grad(loss))(jnp.bfloat16(1))[1]["inner"].message
@@ -225,24 +219,22 @@ def unused(x):
     return jax.lax.scan(step, x, length=2)[0]
 
 
-@pytest.mark.parametrize(
-    "function, words",
-    [
-        (jax.grad(lambda x: x**2), "without taps"),
-        (lambda x: ap.tap(x, "a"), "no message passed the tap 'a'"),
-        (jax.grad(lambda x: jax.lax.stop_gradient(ap.tap(x, "b")) * x), "no message passed the tap 'b'"),
-        (jax.grad(lambda x: ap.tap(jnp.ones(2), "c").sum() * x), "no message passed the tap 'c'"),
-        (jax.grad(opaque), "no message passed the tap 'inside'"),
-        (jax.grad(unused), "no message passed the tap 'unused'"),
-        (jax.grad(lambda x: ap.tap(ap.tap(x, "d") * 2, "d")), "two messages passed the tap 'd'"),
-        (jax.grad(coded), "two messages passed the tap 'h'.*several messages through one place.*compare the gradients"),
-        (jax.grad(jax.grad(lambda x: ap.tap(x**3, "e") ** 2)), "two messages passed the tap 'e'"),
-        (
-            lambda x: jax.lax.while_loop(lambda x: x < 3, lambda x: x + jax.grad(lambda x: ap.tap(x, "f"))(x), x),
-            "the tap 'f' passes inside the primitive 'while'",
-        ),
-    ],
-)
+looped = lambda x: jax.lax.while_loop(lambda x: x < 3, lambda x: x + jax.grad(lambda x: ap.tap(x, "f"))(x), x)
+UNSEEN = [
+    (jax.grad(lambda x: x**2), "without taps"),
+    (lambda x: ap.tap(x, "a"), "no message passed the tap 'a'"),
+    (jax.grad(lambda x: jax.lax.stop_gradient(ap.tap(x, "b")) * x), "no message passed the tap 'b'"),
+    (jax.grad(lambda x: ap.tap(jnp.ones(2), "c").sum() * x), "no message passed the tap 'c'"),
+    (jax.grad(opaque), "no message passed the tap 'inside'"),
+    (jax.grad(unused), "no message passed the tap 'unused'"),
+    (jax.grad(lambda x: ap.tap(ap.tap(x, "d") * 2, "d")), "two messages passed the tap 'd'"),
+    (jax.grad(coded), "two messages passed the tap 'h'.*several messages through one place.*compare the gradients"),
+    (jax.grad(jax.grad(lambda x: ap.tap(x**3, "e") ** 2)), "two messages passed the tap 'e'"),
+    (looped, "the tap 'f' passes inside the primitive 'while'"),
+]
+
+
+@pytest.mark.parametrize("function, words", UNSEEN)
 def test_what_cannot_be_seen_is_an_error_that_names_the_tap(function, words):
     refused(ValueError, words, lambda: ap.with_taps(function)(1.0))
 
