@@ -6,6 +6,14 @@ import numpyro.distributions as dist
 
 import apgrad as ap
 
+WEIGHTS = {
+    "inverse variance": ap.weights.inverse_variance(),
+    "local": ap.weights.local_covariance(),
+    "suffix": ap.weights.suffix_covariance(),
+    "decoupled": ap.weights.decoupled(),
+}
+PUBLISHED = ap.total_propagation(weights=WEIGHTS["inverse variance"])
+
 
 def paid(draw, cost=lambda x: x):
     """A program that draws, `draw(tape, *args) -> (tape, x)`, and pays a cost of the sample."""
@@ -28,7 +36,7 @@ def rollout(estimator, make, tape, theta, start, length, between=lambda x: x):
     return jax.lax.scan(body, (tape, start), length=length)[0]
 
 
-LINEAR_THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
+THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
 
 
 def linear(theta, x):

@@ -13,7 +13,7 @@ import apgrad as ap
 from apgrad.expectations import _adaptive
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
-from tests.expectations.programs import LINEAR_THETA as THETA, linear, linear_rollout, linear_truth, paid, rollout
+from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -78,8 +78,7 @@ def test_cells_are_of_the_inputs_place_among_the_lanes():
     cells = jax.jit(lambda inputs, lanes: cells_of(inputs, lanes, CELLS), static_argnums=1)
     found = cells(x, 500)
     assert len(np.unique(found)) > CELLS / 2
-    moved = {"a": 1e3 * x["a"] + 7, "b": 0.01 * x["b"], "n": -x["n"]}
-    assert np.mean(cells(moved, 500) == found) > 0.98
+    assert np.mean(cells({"a": 1e3 * x["a"] + 7, "b": 0.01 * x["b"], "n": -x["n"]}, 500) == found) > 0.98
     wide = cells([jax.random.normal(keys[2], (500, 3, 5)), jnp.full((500, 2), 3.0)], 500)
     assert len(np.unique(wide)) > CELLS / 2
     assert not np.any(cells_of(x, 500, 1))
@@ -193,8 +192,7 @@ def test_unbiased_with_any_weights_that_depend_on_the_inputs():
 
 
 def test_the_guard_leaves_out_what_is_rare():
-    def guarded(changes):
-        return bool(ap.AdaptiveState(jnp.zeros(0), jnp.int32(0), changes=changes).guarded)
+    guarded = lambda changes: bool(ap.AdaptiveState(jnp.zeros(0), jnp.int32(0), changes=changes).guarded)
 
     def of(first, second, calls=200, rare=()):
         changes = np.full((200, 2), _adaptive.NONE, np.float32)
@@ -225,10 +223,7 @@ def test_the_changes_are_those_of_both_gradients():
 
 def test_a_key_that_is_used_twice_biases():
     objective = ap.adaptive(program_of_steps, lanes=6)
-
-    def estimate(key):
-        return objective.value_and_grad(key, objective.init(key, THETA), THETA)[1]["a"]
-
+    estimate = lambda key: objective.value_and_grad(key, objective.init(key, THETA), THETA)[1]["a"]
     found = ap.testing.moments(estimate, KEY, 10_000)
     assert abs(found.mean - linear_truth(THETA)["a"]) > 8 * found.standard_error
 
@@ -314,8 +309,7 @@ def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
     make = functools.partial(scaled, deviation=0.1)
     draw = lambda tape, theta: rollout(ap.total_propagation(), make, tape, theta, jnp.ones(tape.lanes), 2)
     program = paid(draw, lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0)
-    state = jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5)
-    assert np.all(np.isfinite(state.moments))
+    assert np.all(np.isfinite(jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5).moments))
 
 
 def test_errors():
@@ -352,21 +346,18 @@ def never(tape, theta):
     return rollout(ap.total_propagation(), linear, tape, THETA, jnp.full(8, theta), 0)
 
 
-PUBLISHED = ap.weights.inverse_variance()
+UNADAPTED = [
+    ("no node of the program has a mixer", drawn_by(ap.reparameterization())),
+    ("a weight for each coordinate", drawn_by(ap.total_propagation(target="parameters"))),
+    ("this mixer has 3 estimators", drawn_by(ap.Mixer("three", (ap.reparameterization(),) * 3, PUBLISHED.weights))),
+    # It would not be asked, and where it guards against a bias that would be silent.
+    ("a rule of its own, which would not", drawn_by(PUBLISHED)),
+    ("is never visited", paid(never)),
+    ("use lax.scan", paid(looped)),
+]
 
 
-@pytest.mark.parametrize(
-    "match, program",
-    [
-        ("no node of the program has a mixer", drawn_by(ap.reparameterization())),
-        ("a weight for each coordinate", drawn_by(ap.total_propagation(target="parameters"))),
-        ("this mixer has 3 estimators", drawn_by(ap.Mixer("three", (ap.reparameterization(),) * 3, PUBLISHED))),
-        # It would not be asked, and where it guards against a bias that would be silent.
-        ("a rule of its own, which would not", drawn_by(ap.total_propagation(weights=PUBLISHED))),
-        ("is never visited", paid(never)),
-        ("use lax.scan", paid(looped)),
-    ],
-)
+@pytest.mark.parametrize("match, program", UNADAPTED)
 def test_programs_that_are_refused(match, program):
     refused(ValueError, match, jax.eval_shape, ap.adaptive(program, 8).init, KEY, 0.5)
 

@@ -8,17 +8,10 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
-from tests.expectations.programs import paid
+from tests.expectations.programs import PUBLISHED, WEIGHTS, paid
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
-WEIGHTS = {
-    "inverse variance": ap.weights.inverse_variance(),
-    "local": ap.weights.local_covariance(),
-    "suffix": ap.weights.suffix_covariance(),
-    "decoupled": ap.weights.decoupled(),
-}
-PUBLISHED = ap.total_propagation(weights=ap.weights.inverse_variance())
 
 
 def by_proppo(rp, lr, axis=None):
@@ -70,14 +63,10 @@ def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
 
     def all_ways(theta, thetas):
         gradient = lambda f, x: jax.grad(lambda x: jnp.sum(f(x)))(x)
-        of_shared = [
-            lambda x: jax.vmap(objective, (0, None))(keys, x),
-            lambda x: jax.lax.map(lambda k: objective(k, x), keys),
-        ]
-        of_mapped = [
-            lambda x: jax.vmap(objective)(keys, x),
-            lambda x: jax.lax.map(lambda kx: objective(*kx), (keys, x)),
-        ]
+        over_keys = lambda x: jax.lax.map(lambda k: objective(k, x), keys)
+        over_both = lambda x: jax.lax.map(lambda kx: objective(*kx), (keys, x))
+        of_shared = lambda x: jax.vmap(objective, (0, None))(keys, x), over_keys
+        of_mapped = lambda x: jax.vmap(objective)(keys, x), over_both
         return [gradient(f, theta) for f in of_shared], [gradient(f, thetas) for f in of_mapped]
 
     for mapped, looped in jax.jit(all_ways)(2.0, thetas):
@@ -189,10 +178,8 @@ def test_what_it_needs_is_asked_for():
     empty = ap.stochastic(ap.total_propagation())(lambda t: dist.Normal(jnp.sum(t), 1.0))
     # A target without the lanes would silently give equal weights.
     shared = lambda tape, t: ap.sample(tape, dist.Normal(t, 1.0).expand((4,)), ap.total_propagation())[0]
-    for match, program, theta in (
-        ("target is empty", paid(empty), jnp.zeros(0)),
-        (r"none has the lanes \(4\) as leading axis", shared, 1.0),
-    ):
+    lanes = r"none has the lanes \(4\) as leading axis"
+    for match, program, theta in (("target is empty", paid(empty), jnp.zeros(0)), (lanes, shared, 1.0)):
         refused(ValueError, match, jax.eval_shape, jax.grad(ap.expectation(program, 4), argnums=1), KEY, theta)
     rule = lambda gradients, suffix: gradients[:, 0, 0]
     for weights in (rule, ap.weights.Weighting(rule), ap.weights.decoupled, ap.weights.Weights(rule)):
@@ -219,13 +206,11 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
         program = paid(lambda tape, theta: node(tape, theta, jnp.ones(tape.lanes)))
         return jax.jit(ap.grad(program, 4))(KEY, theta)
 
-    def loop(theta, x):
-        return jax.lax.while_loop(lambda c: c < 5, lambda c: c + theta**2 * x + 1, theta * x)
-
+    loop = lambda theta, x: jax.lax.while_loop(lambda c: c < 5, lambda c: c + theta**2 * x + 1, theta * x)
     stopped = gradient(lambda theta, x: dist.Normal(theta + jax.lax.stop_gradient(loop(theta, x)), 1.0), 0.5)
     assert jnp.isfinite(stopped)
-    with pytest.raises(TypeError, match=r"lax.while_loop, which a parameter of the node goes through"):
-        gradient(lambda theta, x: dist.Normal(loop(theta, x), 1.0), 0.5)
+    looped = lambda theta, x: dist.Normal(loop(theta, x), 1.0)
+    refused(TypeError, r"lax.while_loop, which a parameter of the node goes through", gradient, looped, 0.5)
 
     @functools.partial(jax.tree_util.register_dataclass, data_fields=["loc", "none"], meta_fields=[])
     @dataclasses.dataclass
@@ -245,10 +230,9 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
     assert jnp.isfinite(gradient(shifted, 0.5))
     both = [gradient(shifted, jnp.complex64(1 + 1j), target) for target in ("arguments", "parameters")]
     np.testing.assert_allclose(*both, rtol=1e-5)
-    small = gradient(lambda theta, x: dist.Normal(jnp.real(theta) * x, 1.0), jnp.complex64(1 + 1j))
-    assert jnp.abs(small) > 0
-    with pytest.raises(TypeError, match="a sketch is of real numbers"):
-        gradient(lambda theta, x: dist.Normal(jnp.real(theta.sum()) * x, 1.0), jnp.ones(20, jnp.complex64))
+    assert jnp.abs(gradient(lambda theta, x: dist.Normal(jnp.real(theta) * x, 1.0), jnp.complex64(1 + 1j))) > 0
+    summed, many = lambda theta, x: dist.Normal(jnp.real(theta.sum()) * x, 1.0), jnp.ones(20, jnp.complex64)
+    refused(TypeError, "a sketch is of real numbers", gradient, summed, many)
     refused(ValueError, "argnums is empty", ap.grad, lambda tape, theta: tape, 4, ())
 
 
