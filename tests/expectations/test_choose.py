@@ -269,22 +269,22 @@ def test_estimators_of_one_kind_name_the_function_of_the_other():
         assert "mine(" not in str(refused(TypeError, r", estimator.*mine|mine.*, estimator", use))
 
 
+NOT_TAKEN = [
+    (ap.enumeration(), dist.Poisson(jnp.ones(4)), TypeError, "Poisson cannot be enumerated"),
+    (ap.enumeration(), dist.Bernoulli(probs=jnp.full((4, 20), 0.5)), ValueError, r"2\^20 joint outcomes"),
+    (ap.enumeration(), dist.Bernoulli(probs=0.5), ValueError, "must start with the lanes"),
+    (ap.disarm(), dist.Poisson(jnp.ones(4)), TypeError, "takes Bernoulli choices, got Poisson"),
+    (ap.disarm_stick_breaking(), dist.Bernoulli(probs=jnp.ones(4)), TypeError, "takes categorical choices"),
+    (ap.rebar(), dist.Normal(jnp.ones(4), 1.0), TypeError, "takes Bernoulli or categorical choices"),
+    (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
+    (ap.double_control_variates(2, jnp.ones(())), dist.Poisson(jnp.ones(4)), TypeError, "that is trained"),
+    (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
+    (ap.rloo(), COIN.mask(False), TypeError, "log_prob of MaskedDistribution is not the density"),
+]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("estimator", "distribution", "error", "message"),
-    [
-        (ap.enumeration(), dist.Poisson(jnp.ones(4)), TypeError, "Poisson cannot be enumerated"),
-        (ap.enumeration(), dist.Bernoulli(probs=jnp.full((4, 20), 0.5)), ValueError, r"2\^20 joint outcomes"),
-        (ap.enumeration(), dist.Bernoulli(probs=0.5), ValueError, "must start with the lanes"),
-        (ap.disarm(), dist.Poisson(jnp.ones(4)), TypeError, "takes Bernoulli choices, got Poisson"),
-        (ap.disarm_stick_breaking(), dist.Bernoulli(probs=jnp.ones(4)), TypeError, "takes categorical choices"),
-        (ap.rebar(), dist.Normal(jnp.ones(4), 1.0), TypeError, "takes Bernoulli or categorical choices"),
-        (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
-        (ap.double_control_variates(2, jnp.ones(())), dist.Poisson(jnp.ones(4)), TypeError, "that is trained"),
-        (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
-        (ap.rloo(), COIN.mask(False), TypeError, "log_prob of MaskedDistribution is not the density"),
-    ],
-)
+@pytest.mark.parametrize(("estimator", "distribution", "error", "message"), NOT_TAKEN)
 def test_what_an_estimator_does_not_take_is_an_error(estimator, distribution, error, message):
     refused(error, message, ap.expectation(one_choice(estimator, lambda lanes: distribution, jnp.sum), 4), KEY)
 
@@ -507,8 +507,7 @@ def test_an_estimator_of_a_user_that_returns_something_else_is_refused():
             return order(x, costs(x[None])[0])
 
         mine = ap.ChoiceEstimator("mine", estimate, lambda distribution: 1)
-        program = one_choice(mine, lambda lanes: COIN, lambda x: x)
-        return jax.eval_shape(ap.expectation(program, 4), KEY)
+        return jax.eval_shape(ap.expectation(one_choice(mine, lambda lanes: COIN, lambda x: x), 4), KEY)
 
     run(lambda x, cost: (x, cost))
     words = r"mine\): estimate must return .*floating point.*got \(an array.*float32, an array.*int32\).*order"

@@ -206,8 +206,7 @@ def test_a_scan_over_as_many_steps_as_there_are_lanes():
     # The axis of the steps is not the lanes', though it is as long. Warnings are errors here.
     def program(tape, theta, x):
         def step(tape, x):
-            coins = dist.Bernoulli(logits=theta * jnp.broadcast_to(x, (3,)))
-            tape, z = ap.sample(tape, coins, ap.likelihood_ratio())
+            tape, z = ap.sample(tape, dist.Bernoulli(logits=theta * jnp.broadcast_to(x, (3,))), ap.likelihood_ratio())
             return tape.cost(z.astype(jnp.float32)), x
 
         return jax.lax.scan(step, tape, x)[0]

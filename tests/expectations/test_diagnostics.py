@@ -46,10 +46,7 @@ def test_moments_of_a_known_gradient_and_the_error_of_the_variance():
 
 
 def test_a_bias_is_found_against_truth_and_against_a_reference():
-    objectives = {
-        "sound": of_gradient(lambda key: jax.random.normal(key)),
-        "off": of_gradient(lambda key: 0.3 + jax.random.normal(key)),
-    }
+    objectives = {"sound": of_gradient(jax.random.normal), "off": of_gradient(lambda key: 0.3 + jax.random.normal(key))}
     against_truth = diagnostics.compare(objectives, KEY, 0.0, num_estimates=1000, truth=0.0).rows
     against_sound = diagnostics.compare(objectives, KEY, 0.0, num_estimates=1000, reference="sound").rows
     for rows in (against_truth, against_sound):
@@ -69,8 +66,7 @@ def test_a_bias_is_found_against_truth_and_against_a_reference():
 
 def test_the_squared_bias_has_its_noise_taken_off():
     rng, truth, n, m = np.random.default_rng(0), np.array([0.3, -0.4]), 20, 30
-    deviations = np.array([0.5, 1.0])
-    draw = lambda size: deviations * rng.normal(size=(size, 2))
+    draw = lambda size: np.array([0.5, 1.0]) * rng.normal(size=(size, 2))
     rows = [row_of(truth + draw(n), draw(m)) for _ in range(800)]
     raw = np.array([row.bias @ row.bias for row in rows])
     noise = 1.25 * (1 / n + 1 / m)

@@ -14,9 +14,8 @@ from tests.refusals import refused
 
 KEY = jax.random.key(0)
 COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
-)
+listen = lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
+jax.monitoring.register_event_duration_secs_listener(listen)
 ESTIMATORS = {"rp": ap.reparameterization, "lr": ap.likelihood_ratio, "tp": ap.total_propagation}
 
 
@@ -51,9 +50,7 @@ def closed_over(step, theta, tape):
 
 
 def scanned_inside(step, theta, tape):
-    def each(tape, a):
-        return jax.lax.scan(lambda t, _: step(t, theta, jnp.zeros(4) + a), tape, length=2)
-
+    each = lambda tape, a: jax.lax.scan(lambda t, _: step(t, theta, jnp.zeros(4) + a), tape, length=2)
     return jax.vmap(each, (None, 0), (None, 0))(tape, jnp.arange(3.0))[0]
 
 
@@ -102,8 +99,7 @@ def test_compiled_functions_of_the_tape_within_a_program_that_is_not(estimator):
     outer = jax.jit(lambda tape, theta: step(tape, theta, jnp.zeros(4))[0].cost(theta * jnp.ones(4)))
 
     def program(tape, theta):
-        inner = jax.jit(lambda tape: step(tape, theta, jnp.zeros(4)))
-        tape, x = inner(outer(outer(tape, theta), theta))
+        tape, x = jax.jit(lambda tape: step(tape, theta, jnp.zeros(4)))(outer(outer(tape, theta), theta))
         return tape.cost(0 * x)
 
     for _ in range(2):
@@ -132,12 +128,8 @@ def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
 
         return tape.parallel(draw, pay)[0]
 
-    def nested(tape, theta):
-        return tape.parallel(lambda t: (program(t, theta), None), lambda t: (t, None))[0]
-
-    def in_scan(tape, theta):
-        return jax.lax.scan(lambda tape, _: (program(tape, theta), None), tape, length=2)[0]
-
+    nested = lambda tape, theta: tape.parallel(lambda t: (program(t, theta), None), lambda t: (t, None))[0]
+    in_scan = lambda tape, theta: jax.lax.scan(lambda t, _: (program(t, theta), None), tape, length=2)[0]
     for wrong in (program, lambda t, theta: program(t, theta, jax.jit), nested, in_scan):
         gradient = jax.grad(ap.expectation(wrong, 4), argnums=1)
         refused(ValueError, "made inside another branch", jax.eval_shape, gradient, KEY, 0.3)
@@ -207,9 +199,7 @@ def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator)
 def test_keyword_arguments_of_a_stochastic_function(estimator):
     step = stepper(estimator)
 
-    def found(call):
-        return jax.jit(ap.value_and_grad(paid(call), 4, check_nan=False)).lower(KEY, 2.0).as_text()
-
+    found = lambda call: jax.jit(ap.value_and_grad(paid(call), 4, check_nan=False)).lower(KEY, 2.0).as_text()
     z = jnp.arange(4.0)
     by_position = found(lambda t, theta: step(t, theta, z))
     for by_name in (lambda t, theta: step(t, theta, x=z), lambda t, theta: step(t, x=z, theta=theta)):
@@ -223,9 +213,7 @@ def test_keyword_arguments_of_a_stochastic_function(estimator):
 
 
 def test_argnums_are_any_integers():
-    def program(tape, a, b):
-        return tape.cost(a * b * jnp.ones(4))
-
+    program = lambda tape, a, b: tape.cost(a * b * jnp.ones(4))
     for one in (np.int64(2), 2):
         assert jax.jit(ap.value_and_grad(program, 4, argnums=one))(KEY, 3.0, 5.0) == (15, 3)
     assert jax.jit(ap.value_and_grad(program, 4, argnums=[np.int32(2), 1]))(KEY, 3.0, 5.0)[1] == (3, 5)

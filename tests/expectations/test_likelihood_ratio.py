@@ -44,8 +44,7 @@ def test_enumerated_outcomes_give_the_exact_gradient(x64):
     table = jnp.array([[1.0, -2.0, 0.5], [3.0, 0.0, 4.0], [-1.0, 2.0, 7.0]])
     outcomes = jnp.array(list(itertools.product(range(3), range(3))))
 
-    def logits_of(theta, x):
-        return theta[1] * jnp.array([1.0, 2.0, -1.0])[x, None] + theta[0]
+    logits_of = lambda theta, x: theta[1] * jnp.array([1.0, 2.0, -1.0])[x, None] + theta[0]
 
     def exact(theta):
         first = jax.nn.softmax(theta[0])
@@ -129,11 +128,9 @@ KINKED = {
 @pytest.mark.parametrize("make", KINKED.values(), ids=KINKED)
 def test_a_second_derivative_where_the_density_has_a_kink_is_refused(make):
     # Of x^2 under Laplace(m, 1) it is 2, and the score's derivative at the samples gives 0.
-    draw = lambda tape, loc: ap.sample(tape, make(loc * jnp.ones(4)), ap.likelihood_ratio())
-    given = lambda tape, loc: (
-        ap.score(tape, make(loc * jnp.ones(4)), jnp.ones(4), behaviour_log_prob=jnp.zeros(4)),
-        jnp.ones(4),
-    )
+    ones = jnp.ones(4)
+    draw = lambda tape, loc: ap.sample(tape, make(loc * ones), ap.likelihood_ratio())
+    given = lambda tape, loc: (ap.score(tape, make(loc * ones), ones, behaviour_log_prob=0 * ones), ones)
     twice = lambda f, argnums: jax.grad(jax.jit(jax.grad(f, argnums)), argnums)
     for program in (draw, given):
         objective = ap.expectation(paid(program), 4)
@@ -149,8 +146,7 @@ def test_derivatives_of_a_laplace_distribution_that_exist_are_right():
 
     def estimate(key):
         loc, scale = jax.grad(objective, argnums=(1, 2))(key, 0.7, 0.5)
-        in_scale = jax.jacfwd(jax.grad(objective, argnums=(1, 2)), argnums=2)(key, 0.7, 0.5)
-        return loc, scale, in_scale
+        return loc, scale, jax.jacfwd(jax.grad(objective, argnums=(1, 2)), argnums=2)(key, 0.7, 0.5)
 
     ap.testing.assert_unbiased(estimate, (1.4, 2.0, (0.0, 4.0)), KEY, 300)
 
@@ -195,16 +191,12 @@ def test_clipped_and_rounded_samples_have_a_right_score():
     ap.testing.assert_unbiased(estimate, {name: truth for name, (*_, truth) in cases.items()}, KEY, 500)
 
 
+TO_INTERVAL = [dist.transforms.SigmoidTransform(), dist.transforms.AffineTransform(-1.0, 2.0)]
 COARSE = {
     "scale": (lambda t: dist.Normal(100.0, t), 1e-6),
     "kumaraswamy": (lambda t: dist.Kumaraswamy(0.1, t), 0.1),
     "relaxed": (lambda t: dist.RelaxedBernoulli(0.1, logits=t), 0.0),
-    "within [-1, 1]": (
-        lambda t: dist.TransformedDistribution(
-            dist.Normal(t, 1.0), [dist.transforms.SigmoidTransform(), dist.transforms.AffineTransform(-1.0, 2.0)]
-        ),
-        20.0,
-    ),
+    "within [-1, 1]": (lambda t: dist.TransformedDistribution(dist.Normal(t, 1.0), TO_INTERVAL), 20.0),
 }
 
 

@@ -59,12 +59,8 @@ def by_function(distribution):
     return 0.7 * distribution.probs.reshape(distribution.batch_shape[0], -1)[:, 0]
 
 
-BASELINES = {
-    "none": None,
-    "leave_one_out": "leave_one_out",
-    "function": by_function,
-    "learned": ap.learned_baseline(by_function),
-}
+BASELINES = {"none": None, "leave_one_out": "leave_one_out", "function": by_function}
+BASELINES |= {"learned": ap.learned_baseline(by_function)}
 
 
 # The parameters of the learned baseline are the distribution's, constants to theta, which `whole` alone shows.
@@ -142,10 +138,8 @@ def test_what_fills_a_masked_place_may_be_outside_of_the_support(family):
     x = x if make(1.0).event_shape == () else jnp.stack([x, x], 1)
 
     def gradient(x, mask):
-        program = lambda tape, a: ap.score(tape, make(a), x, behaviour_log_prob=jnp.zeros(4), mask=mask).cost(
-            jnp.arange(4.0)
-        )
-        return ap.grad(program, 4)(KEY, 1.3)
+        scored = lambda tape, a: ap.score(tape, make(a), x, behaviour_log_prob=jnp.zeros(4), mask=mask)
+        return ap.grad(lambda tape, a: scored(tape, a).cost(jnp.arange(4.0)), 4)(KEY, 1.3)
 
     mask = jnp.array([True, True, True, False])
     filled, other = jax.jit(lambda: (gradient(x, mask), gradient(jnp.where(x == 0, 1.0, x), mask)))()
@@ -217,12 +211,8 @@ def test_what_cannot_be_right_is_refused():
 
 @pytest.mark.quick
 def test_what_knows_no_weights_is_refused():
-    def scored(tape):
-        return ap.score(tape, COIN, THROWN, behaviour_log_prob=HALF)
-
-    def standardized(tape):
-        return ap.sample(scored(tape), COIN, ap.likelihood_ratio("standardized"))[0].cost(THROWN)
-
+    scored = lambda tape: ap.score(tape, COIN, THROWN, behaviour_log_prob=HALF)
+    standardized = lambda tape: ap.sample(scored(tape), COIN, ap.likelihood_ratio("standardized"))[0].cost(THROWN)
     shaped = lambda tape: scored(tape).cost(lambda x: x, jnp.ones(4), shaping=ap.gaussian_shaping())
     for program in (lambda tape: scored(tape).discount(0.5).cost(THROWN), shaped, standardized):
         refused(ValueError, "score weighs the costs after it", ap.expectation(program, 4), KEY)

@@ -43,9 +43,8 @@ def faded(factor, theta, end=lambda t, xs: False):
 
 
 def flipper(estimator):
-    return ap.stochastic(estimator, in_axes=(None, None, 0))(
-        lambda theta, t, x: dist.Bernoulli(logits=logit(theta, t, x))
-    )
+    coin = lambda theta, t, x: dist.Bernoulli(logits=logit(theta, t, x))
+    return ap.stochastic(estimator, in_axes=(None, None, 0))(coin)
 
 
 def program(estimator, factor=None, masked=False, extra=0.0):
@@ -67,11 +66,8 @@ def program(estimator, factor=None, masked=False, extra=0.0):
     return run
 
 
-BASELINES = {
-    "leave_one_out": "leave_one_out",
-    "function": lambda theta, t, before: 3.0 - t + before,
-    "learned": ap.learned_baseline(lambda theta, t, before: 3.0 - t + before),
-}
+to_go = lambda theta, t, before: 3.0 - t + before
+BASELINES = {"leave_one_out": "leave_one_out", "function": to_go, "learned": ap.learned_baseline(to_go)}
 
 
 @cases("baseline", BASELINES, long=["leave_one_out", "learned"])
@@ -115,9 +111,10 @@ def test_discount_refuses_what_it_would_get_wrong():
         refused(ValueError, message, jax.eval_shape, ap.expectation(run, 4), KEY)
 
 
-@pytest.mark.parametrize(
-    "where", [lambda fade: fade, jax.jit, lambda fade: lambda t: t.parallel(lambda t: (fade(t), 0))[0]]
-)
+WHERE = [lambda fade: fade, jax.jit, lambda fade: lambda t: t.parallel(lambda t: (fade(t), 0))[0]]
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_discount_is_refused_in_a_branch_in_which_the_credit_before_the_fork_would_fade_several_times(where):
     fade = where(lambda tape: tape.discount(0.5))
 

@@ -67,12 +67,8 @@ def test_only_the_derivative_of_a_users_score_counts():
         np.testing.assert_allclose(each, builtin, rtol=1e-6)
 
 
-BASELINES = {
-    "leave one out": "leave_one_out",
-    "none": None,
-    "function": lambda theta: 3 * theta,
-    "learned": ap.learned_baseline(lambda theta: 3 * theta),
-}
+BASELINES = {"leave one out": "leave_one_out", "none": None, "function": lambda theta: 3 * theta}
+BASELINES |= {"learned": ap.learned_baseline(lambda theta: 3 * theta)}
 
 
 def with_baselines(*baselines):
@@ -103,8 +99,7 @@ def test_each_estimator_of_a_mixer_has_its_own_baseline():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_functions_close_over_integers_and_keys_of_a_scan(estimator):
-    def mean(theta, i, key):
-        return theta * i.astype(jnp.float32) + jax.random.normal(key)
+    mean = lambda theta, i, key: theta * i.astype(jnp.float32) + jax.random.normal(key)
 
     def program(tape, theta, closed):
         def body(carry, inputs):
@@ -179,20 +174,16 @@ def test_a_distribution_whose_batch_is_not_the_lanes_is_refused(estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_what_is_no_distribution_is_refused(estimator):
-    node = ap.stochastic(estimator)(lambda t: t * 2)
-    refused_program("needs a distribution", node, 1.0, raised=TypeError)
+    refused_program("needs a distribution", ap.stochastic(estimator)(lambda t: t * 2), 1.0, raised=TypeError)
     refused_program("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, raised=TypeError)
 
 
 def test_what_an_estimator_of_a_user_returns_is_looked_at():
     sample, density = lambda d, key: d.sample(key), lambda d, x: d.log_prob(x)
     got_array = lambda words: rf"got an array of {words}"
+    no_gradient = got_array(".*int32.*gradient would be 0.*likelihood_ratio")
     for part, wrong, got in (
-        (
-            "pathwise",
-            lambda d, key: sample(d, key).astype(int),
-            got_array(".*int32.*gradient would be 0.*likelihood_ratio"),
-        ),
+        ("pathwise", lambda d, key: sample(d, key).astype(int), no_gradient),
         ("pathwise", lambda d, key: None, "got NoneType"),
         ("pathwise", lambda d, key: (sample(d, key), 0.0), "got a tuple of 2"),
         ("pathwise", lambda d, key: sample(d, key)[..., None], got_array(r"shape \((4, 1|1,)\)")),

@@ -48,9 +48,8 @@ def carried(p, x):
 
 
 LINEAR = nnx.split(nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1))))
-ATTENTION = nnx.split(
-    nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0)), nnx.Param, ...
-)
+HEADS = nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0))
+ATTENTION = nnx.split(HEADS, nnx.Param, ...)
 
 # Name: function of parameters and one lane, parameters, lane.
 PROGRAMS = {

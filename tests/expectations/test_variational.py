@@ -126,8 +126,7 @@ def test_an_impossible_sample_does_not_spoil_the_bounds_of_a_discrete_choice():
 
     def estimate(bound, samples, logits, key):
         z = []
-        log_joint = lambda x: table[z.append(x) or x]
-        return bound(samples)(key, dist.Categorical(logits=logits), log_joint), z[0]
+        return bound(samples)(key, dist.Categorical(logits=logits), lambda x: table[z.append(x) or x]), z[0]
 
     def all_samples(samples):
         keys, logits = jax.random.split(KEY, 100), jnp.array([0.5, 0.0, -0.5])

@@ -113,8 +113,7 @@ def test_scales_that_overflow_in_the_square():
 
 def test_three_estimators(x64):
     # Independent, of variances 1, 2, 4: inverse variances are the best, and mixing in turn finds them.
-    scale = jnp.sqrt(jnp.array([1.0, 2.0, 4.0]))[:, None, None]
-    g = scale * jax.random.normal(KEY, (3, 100_000, 1))
+    g = jnp.sqrt(jnp.array([1.0, 2.0, 4.0]))[:, None, None] * jax.random.normal(KEY, (3, 100_000, 1))
     np.testing.assert_allclose(least_variance()(g, jnp.zeros((100_000, 1))), jnp.array([4, 2, 1]) / 7, atol=0.01)
 
 
