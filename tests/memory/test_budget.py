@@ -19,9 +19,7 @@ KINDS = ("dense", "cond", "scan", "scan of cond", "twice")
 
 
 def step(kind, x, w):
-    def branch(x):
-        return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x @ w) * x, x)
-
+    branch = lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x @ w) * x, x)
     plain = {"dense": lambda x: jnp.tanh(x @ w), "twice": lambda x: jnp.sin((x @ w) * x) @ w, "cond": branch}
     if kind in plain:
         return plain[kind](x)
@@ -84,9 +82,7 @@ def test_what_branches_share_is_given_out():
 def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
     w, x = 0.1 * jax.random.normal(KEY, (128, 128)), jnp.ones((4, 128))
 
-    def loss(w, x):
-        return jnp.sum(step(kind, x, w))
-
+    loss = lambda w, x: jnp.sum(step(kind, x, w))
     random = ap.randomize(loss, R.rounding(8))
     if jax.__version_info__ < (0, 12):  # later versions keep the weight of a cond in a scan outside by themselves
         assert remembered(loss, w, x) > w.nbytes or kind == "cond"

@@ -63,8 +63,7 @@ def test_packers_of_ones_own_by_shape_and_by_the_name_of_a_checkpoint():
 
     random = ap.randomize(loss, choose)
     full = remembered(loss, weights, x)
-    few = remembered(lambda *a: random(KEY, *a), weights, x)
-    assert few < 0.6 * full
+    assert remembered(lambda *a: random(KEY, *a), weights, x) < 0.6 * full
     found = jax.jit(jax.grad(random, argnums=1))(KEY, weights, x)
     for a, b in zip(found, jax.jit(jax.grad(loss))(weights, x), strict=True):
         assert 0 < np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
@@ -110,9 +109,7 @@ def test_inputs_of_checkpointed_blocks_are_packed():
 def test_of_a_linear_block_packed_inputs_are_unbiased(inside):
     """Whose messages for the weights are linear in its inputs: what is drawn inside the block, it draws anew."""
 
-    def linear(w, x):
-        return jnp.sum(jax.checkpoint(lambda x, w: x @ w)(jnp.sin(x), w) * x[:, :4])
-
+    linear = lambda w, x: jnp.sum(jax.checkpoint(lambda x, w: x @ w)(jnp.sin(x), w) * x[:, :4])
     w, x = normal(0, 32, 4), normal(9, 16, 32)
     random = ap.randomize(linear, R.rounding(inside), boundaries=R.rounding(2), min_size=8)
     gradient = jax.jit(jax.grad(random, argnums=1))
@@ -150,9 +147,8 @@ def test_packed_inputs_with_every_choice_of_arguments():
     random = ap.randomize(loss, lambda _: None, boundaries=R.rounding(8), min_size=8)
     subsets = [s for n in (1, 2, 3) for s in itertools.combinations((1, 2, 3), n)]
     ways = {s: jax.grad(random, argnums=s) for s in subsets}
-    found, exact = jax.jit(
-        lambda *args: ({s: way(KEY, *args) for s, way in ways.items()}, jax.grad(loss, argnums=(0, 1, 2))(*args))
-    )(*args)
+    both = lambda *args: ({s: way(KEY, *args) for s, way in ways.items()}, jax.grad(loss, (0, 1, 2))(*args))
+    found, exact = jax.jit(both)(*args)
     for s in subsets:
         for i, g in zip(s, found[s], strict=True):
             np.testing.assert_allclose(g, found[1, 2, 3][i - 1], rtol=1e-4, atol=1e-5, err_msg=str(s))

@@ -112,9 +112,7 @@ def test_unbiased_and_of_the_same_value(names):
 
         return {name: one(name) for name in names}
 
-    def total(params):
-        return sum(function(params).values())
-
+    total = lambda params: sum(function(params).values())
     params = dict.fromkeys(names, (W, V))
     random = ap.randomize(function, R.rounding(2, group=8), min_size=16)
     found, exact = jax.jit(random)(KEY, params), jax.jit(function)(params)
@@ -161,8 +159,7 @@ def test_unbiased(name, sampler):
     if name == "conv NCHW" and sampler not in SAMPLERS[:2]:
         pytest.skip("the order of axes does not depend on the sampler")
     loss, x, w = loss_of(name)
-    random = ap.randomize(loss, sampler, through=None, min_size=16)
-    gradient = jax.jit(jax.grad(random, argnums=(1, 2)))
+    gradient = jax.jit(jax.grad(ap.randomize(loss, sampler, through=None, min_size=16), argnums=(1, 2)))
     truth = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
     if sampler == R.rounding(2, group=8):  # the cosine that multiplies the message to x is rounded too
         assert_unbiased(lambda key: gradient(key, x, w), truth)
@@ -233,8 +230,7 @@ def test_max_pool_is_exact():
     chex.assert_trees_all_close(found, truth, rtol=1e-5, atol=1e-5)
     assert remembered(lambda x: R.max_pool(x, (2, 2)), x) == x.size // 4
     refused(ValueError, "max_pool takes", R.max_pool, jnp.ones((1, 2, 2, 1)), (3, 3))
-    pools = jax.jit(lambda x: [R.max_pool(x, 3, 2), R.max_pool(x, [3, 3], (2, 2))])
-    chex.assert_trees_all_equal(*pools(x))
+    chex.assert_trees_all_equal(*jax.jit(lambda x: [R.max_pool(x, 3, 2), R.max_pool(x, [3, 3], (2, 2))])(x))
     for bad in (0, (2, 0), (-1, -1), (2.0, 2.0), (2,), (2, 2, 1), "22", True):
         refused(ValueError, "the window of max_pool", R.max_pool, x, bad)
         refused(ValueError, "the strides of max_pool", R.max_pool, x, 2, bad)

@@ -51,9 +51,7 @@ def mlp(params, x):
 def rnn(params, xs):
     w, u = params
 
-    def step(h, x):
-        return jax.nn.relu(x @ w + h @ u), None
-
+    step = lambda h, x: (jax.nn.relu(x @ w + h @ u), None)
     return jnp.mean(jax.lax.scan(step, jnp.zeros((xs.shape[1], u.shape[0])), xs)[0] ** 2)
 
 
@@ -158,8 +156,7 @@ def test_what_is_differentiated_directly_is_planned_once(monkeypatch):
     planned, make_plan = [], randomize_module.make_plan
     monkeypatch.setattr(randomize_module, "make_plan", lambda *args: planned.append(args) or make_plan(*args))
     random = ap.randomize(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)), R.rounding(4))
-    arguments = KEY, *[normal(i, 32, 32) for i in range(2)]
-    jax.jit(jax.grad(random, argnums=1)).trace(*arguments)
+    jax.jit(jax.grad(random, argnums=1)).trace(KEY, *[normal(i, 32, 32) for i in range(2)])
     assert len(planned) == 1
 
 
@@ -183,12 +180,7 @@ def test_rounding_is_compiled_without_threefry():
 
 def test_steps_and_keys_are_fresh():
     # The carry is no live argument: give the steps something to sample that is the same in each.
-    def same(w, x):
-        def step(c, _):
-            return c, jnp.sum(c @ w)
-
-        return jax.lax.scan(step, jnp.sin(x), length=2)[1]
-
+    same = lambda w, x: jax.lax.scan(lambda c, _: (c, jnp.sum(c @ w)), jnp.sin(x), length=2)[1]
     w, x = jnp.eye(16), normal(0, 4, 16)
     jacobian = jax.jit(jax.jacrev(ap.randomize(same, R.rounding(2), min_size=8), argnums=1))
     rows = jacobian(KEY, w, x)
@@ -211,18 +203,13 @@ def test_of_an_array_that_divides_the_inverse_is_remembered():
     """A message is linear in the inverse, which may thus be rounded, and not in the array itself, which would stay."""
     x = normal(0, 32, 32)
 
-    def loss(w):
-        return jnp.sum((x @ w) / jax.lax.optimization_barrier(0.3 + jnp.exp(x)) @ x)
-
+    loss = lambda w: jnp.sum((x @ w) / jax.lax.optimization_barrier(0.3 + jnp.exp(x)) @ x)
     assert "sampled" in [how for _, how in R.coefficients(loss, normal(1, 32, 32), min_size=16)]
     assert_randomized(loss, R.rounding(2, group=8), normal(1, 32, 32), argnums=(0,))
 
 
 def test_dropout_masks_are_made_again_from_their_key():
-    def loss(w, x, key):
-        h = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0.0)
-        return jnp.sum(h)
-
+    loss = lambda w, x, key: jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0.0))
     kinds = [how for _, how in R.coefficients(lambda w, x: loss(w, x, KEY), normal(0, 32, 32), normal(1, 64, 32))]
     assert "sampled" not in kinds
     w, x, random = normal(0, 32, 32), normal(1, 64, 32), ap.randomize(loss, R.rounding(4))
@@ -242,8 +229,7 @@ def test_errors():
 
 def test_a_sampler_of_ones_own_is_used_everywhere_unless_it_keeps_a_fraction():
     # Messages go on through the derivative of the first sine: a sample there gives way to rounding, a whole copy not.
-    def loss(w, x):
-        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+    loss = lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
 
     @dataclasses.dataclass(frozen=True)
     class Whole:

@@ -23,11 +23,8 @@ def layer(x, w):
 
 
 def test_consumers_and_remedies():
-    def loss(w, x):
-        return jnp.sum(jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=3)[0])
-
-    found = R.residuals(loss, W, X)
-    (carry,) = [r for r in found if "dot_general" in "".join(r.consumers)]
+    loss = lambda w, x: jnp.sum(jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=3)[0])
+    (carry,) = [r for r in R.residuals(loss, W, X) if "dot_general" in "".join(r.consumers)]
     assert carry.count == 3 and carry.linear and "layer" in carry.consumers[0]
     saved = carry.remedies()
     assert saved["recompute"][0] == saved["offload"][0] == carry.nbytes == 3 * 4 * X.size
@@ -119,14 +116,13 @@ def test_where_the_peak_falls_by_less_the_table_says_so(residual, temp, told):
     assert ("ap.memory.plan measures it" in str(R.MemoryReport(rows, ""))) == told
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda ws, x: R.residuals(blocks, ws, x),
-        lambda ws, x: R.residuals(ap.randomize(blocks, R.rounding(4)), jax.random.key(0), ws, x),
-    ],
-    ids=["plain", "randomized"],
-)
+READ = {
+    "plain": lambda ws, x: R.residuals(blocks, ws, x),
+    "randomized": lambda ws, x: R.residuals(ap.randomize(blocks, R.rounding(4)), jax.random.key(0), ws, x),
+}
+
+
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
 def test_a_program_is_read_in_linear_time(read):
     small, middle, large = (calls(read, [W] * size, X) for size in (2, 4, 8))
     assert large - middle < 2.5 * (middle - small)
@@ -143,10 +139,5 @@ def test_without_floating_arrays_there_is_nothing_to_measure():
 
 def test_a_function_with_an_auxiliary_output_is_an_error_that_says_what_to_do():
     both = lambda x: (jnp.sum(x), {"statistics": x})
-    refused(
-        TypeError,
-        r"scalar output, got .*\[\(\), \(3,\)\].*function\(\*args\)\[0\]",
-        ap.memory_report,
-        both,
-        jnp.ones(3),
-    )
+    words = r"scalar output, got .*\[\(\), \(3,\)\].*function\(\*args\)\[0\]"
+    refused(TypeError, words, ap.memory_report, both, jnp.ones(3))
