@@ -66,10 +66,8 @@ CASES = [
         (False, 1, True, {"batch_entropy": 2.0, "entropy_form": "paper"}),
     ]
 ]
-CASES += [
-    dict.fromkeys(WEIGHTS, 0.0) | {name: weight, "learn_prior": True}
-    for name, weight in (WEIGHTS | {"batch_entropy": 2.0}).items()
-]
+EACH = (WEIGHTS | {"batch_entropy": 2.0}).items()
+CASES += [dict.fromkeys(WEIGHTS, 0.0) | {name: weight, "learn_prior": True} for name, weight in EACH]
 
 
 def setting(options):

@@ -23,13 +23,11 @@ A, START, T, THETA, SIGMA = 0.8, 1.5, 6, 0.4, 0.1
 
 
 def quadratic(length=T):
-    def init(theta, key):
-        return jnp.full((), START, theta.dtype)
-
     def step(theta, s):
         s = s * (1 - theta * A)
         return s, s**2 / 2
 
+    init = lambda theta, key: jnp.full((), START, theta.dtype)
     return meta.Problem(init, step, lambda theta, s: jnp.zeros((), theta.dtype), length)
 
 
@@ -88,9 +86,8 @@ def test_a_final_loss_counts_at_the_end_alone_though_it_has_no_derivative_before
     final = lambda theta, state: jnp.sqrt(theta * (state[1] - 2.0) * (state[1] - 4.0))
     problem = meta.Problem(lambda theta, key: (jnp.asarray(START), 0.0), step, final, T)
     one = meta.truncated(problem, 2, stagger=False)
-    found = jax.jit(lambda theta: [unroll_sum(o, theta, jax.random.key(0))[0] for o in (one, meta.batched(one, 2))])(
-        THETA
-    )
+    outers = one, meta.batched(one, 2)
+    found = jax.jit(lambda theta: [unroll_sum(o, theta, jax.random.key(0))[0] for o in outers])(THETA)
     starts = START * (1 - THETA * A) ** np.array([0, 2, 4])
     np.testing.assert_allclose(found, sum(exact(THETA, s, 2) for s in starts) + np.sqrt(2 / THETA), rtol=1e-12)
 
@@ -264,9 +261,10 @@ def test_a_fixed_integer_is_no_part_of_what_is_trained():
         assert jax.tree.structure(gradient) == jax.tree.structure(theta)
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda o: o, meta.clipped, lambda o: meta.average([o, o]), lambda o: meta.batched(o, 2)]
-)
+WRAPS = [lambda o: o, meta.clipped, lambda o: meta.average([o, o]), lambda o: meta.batched(o, 2)]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
     def wrapped(loss, gradient):
         estimate = lambda theta, key, carry: (loss(theta), gradient, carry)
@@ -321,15 +319,12 @@ def test_forward_mode_says_what_it_cannot_differentiate():
 def test_rematerialised_unrolls_remember_less():
     """Nested remat of 64 steps, each with large residuals: the compiled gradient's temporaries shrink."""
 
-    def init(theta, key):
-        return jnp.ones(64, float)
-
     def step(theta, s):
         for _ in range(4):
             s = jnp.tanh(s * theta)
         return s, jnp.sum(jnp.sin(s))
 
-    problem = meta.Problem(init, step, lambda theta, s: jnp.zeros((), float), 64)
+    problem = meta.Problem(lambda th, key: jnp.ones(64, float), step, lambda th, s: jnp.zeros((), float), 64)
 
     def temporaries(remat):
         estimate = meta.reverse_mode(problem, remat=remat)
@@ -342,10 +337,9 @@ def test_rematerialised_unrolls_remember_less():
 TASK = meta.sinusoid(sizes=(1, 1), batch=4, held_out=5)
 FORMS = jax.eval_shape(lambda key: (TASK.prior(key), TASK.batch(TASK.draw(key), key)), jax.random.key(0))
 SITES = mplp.sites(TASK.network, *FORMS)
+SMALL = {"message_size": 2, "hidden": 2, "layers": (3,), "cell": "mlp", "share": True}
 RULES = {
-    "per synapse": lambda: mplp.PerSynapse(
-        SITES, message_size=2, hidden=2, layers=(3,), cell="mlp", share=True, rngs=nnx.Rngs(0)
-    ),
+    "per synapse": lambda: mplp.PerSynapse(SITES, **SMALL, rngs=nnx.Rngs(0)),
     "thesis, fixed rate": lambda: mplp.Thesis(SITES, message_size=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
 }
 OUTER = ALL | {

@@ -35,9 +35,8 @@ import os, signal, sys, threading
 import jax, jax.numpy as jnp, numpy as np, optax
 from apgrad import meta
 
-problem = meta.Problem(
-    lambda theta, key: jax.random.normal(key), lambda theta, s: (s - theta[0] * s, s**2), lambda theta, s: s**2, 4
-)
+step = lambda theta, s: (s - theta[0] * s, s**2)
+problem = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 4)
 outer = meta.batched(meta.single_evolution(problem, 2, sigma=0.1), 2)
 kill, after = (int(sys.argv[3]), float(sys.argv[4])) if len(sys.argv) > 3 else (None, 0.0)
 if kill:  # a process that is started in the background ignores SIGINT
@@ -56,9 +55,9 @@ print("bits", b"".join(np.asarray(key(x)).tobytes() for x in jax.tree.leaves(don
 """
 
 
-def program(folder, steps, *kill, **kwargs):
+def started(program, *arguments, **kwargs):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", "-c", RUN, str(folder), str(steps), *map(str, kill)]
+    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
@@ -84,7 +83,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("kill, after", [(signal.SIGINT, 0.01), (signal.SIGKILL, 0.01), (signal.SIGKILL, 0.1)])
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill, after):
     folder, bits = whole
-    process = program(tmp_path / "killed", 10, kill.value, after, stderr=subprocess.DEVNULL)
+    process = started(RUN, tmp_path / "killed", 10, kill.value, after, stderr=subprocess.DEVNULL)
     out, _ = process.communicate(timeout=300)
     assert process.returncode != 0 and "at 4" in out and "at 10" not in out
     *steps, last = here(tmp_path / "killed", 10)
@@ -116,15 +115,16 @@ def parabola(theta, key, carry):
 PARABOLA = meta.OuterGradient(lambda theta, key: (), parabola)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)),
-        optax.polyak_sgd(f_min=0.0),
-        optax.lbfgs(0.2, linesearch=None),
-        optax.contrib.schedule_free_sgd(0.2),
-    ],
-)
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+BY_LOSS = [
+    PLATEAU,
+    optax.polyak_sgd(f_min=0.0),
+    optax.lbfgs(0.2, linesearch=None),
+    optax.contrib.schedule_free_sgd(0.2),
+]
+
+
+@pytest.mark.parametrize("optimizer", BY_LOSS)
 def test_optimizers_that_need_the_loss_get_it(optimizer):
     with jax.numpy_dtype_promotion("standard"):  # optax's need it
         done = train(PARABOLA, optimizer, jnp.zeros(2), 20, every=20)
@@ -193,8 +193,7 @@ print("agree on", jax.device_count(), "devices,", jax.process_count(), "processe
 @pytest.mark.long
 @pytest.mark.parametrize(("count", "processes"), [(8, 1), (4, 2)])
 def test_many_devices_agree_with_one(count, processes):
-    agreed = f"agree on {count} devices, {processes} processes"
-    assert devices.run(SHARDED, count, processes) == [agreed] * processes
+    assert devices.run(SHARDED, count, processes) == [f"agree on {count} devices, {processes} processes"] * processes
 
 
 def test_tensorboard_has_the_metrics_of_every_call_at_once(tmp_path):
@@ -279,9 +278,7 @@ def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path)
 def test_a_killed_process_leaves_no_lock(tmp_path):
     hold = "import sys, pathlib; from apgrad._ground.files import locked\n"
     hold += "with locked(pathlib.Path(sys.argv[1]), ''): print(1, flush=True); input()"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command, pipe = [sys.executable, "-W", "ignore", "-c", hold, str(tmp_path / ".lock")], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as process:
+    with started(hold, tmp_path / ".lock", stdin=subprocess.PIPE) as process:
         assert process.stdout.readline()
         refused(ValueError, f"another run trains in .*process {process.pid}", trained, tmp_path)
         process.kill()
@@ -290,15 +287,15 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(
-    "damage, lost",
-    [
-        (lambda text: text[:-4], 1),  # cut in a row
-        (lambda text: text + b"5,0.", 0),
-        (lambda text: text + b"5,0.5,0.5\n", 0),  # a step whose checkpoint was not written
-        (lambda text: b"", 4),
-    ],
-)
+DAMAGES = [
+    (lambda text: text[:-4], 1),  # cut in a row
+    (lambda text: text + b"5,0.", 0),
+    (lambda text: text + b"5,0.5,0.5\n", 0),  # a step whose checkpoint was not written
+    (lambda text: b"", 4),
+]
+
+
+@pytest.mark.parametrize("damage, lost", DAMAGES)
 def test_a_log_that_a_kill_cut_goes_on(run, damage, lost):
     path = run / "metrics.csv"
     whole = path.read_bytes()
@@ -361,5 +358,5 @@ def test_steps_are_whole_numbers():
 @pytest.mark.parametrize("steps, every", [(1, 1), (40, 1), (5, 2)])
 def test_a_run_with_nothing_finite_never_returns(steps, every):
     nothing = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta * jnp.nan, theta, carry))
-    with pytest.raises(FloatingPointError, match="no outer step from 0 to"):
-        meta.train(nothing, optax.sgd(1.0), jnp.float32(0.0), jax.random.key(0), steps, every=every, progress=False)
+    arguments = nothing, optax.sgd(1.0), jnp.float32(0.0), steps
+    refused(FloatingPointError, "no outer step from 0 to", train, *arguments, every=every)
