@@ -306,8 +306,7 @@ def test_the_report_finds_bias_and_gain():
     rows, length = {row["method"]: row for row in report.rows}, np.linalg.norm(truth)
     assert rows["GR"]["bias"] == pytest.approx(8**0.5 / length, rel=0.05)
     assert rows["GR"]["rms_error"] == pytest.approx(4 / length, rel=0.05)  # sqrt(8 + 8)
-    seen = [method for method, row in rows.items() if row["bias"] > row["bias_limit"]]
-    assert seen == ["GR"]
+    assert [method for method, row in rows.items() if row["bias"] > row["bias_limit"]] == ["GR"]
     gain = report.figures["largest gain of GS-LR over LR"]
     assert gain["interval"][0] < 16 < gain["interval"][1]
     assert "largest gain of GR over RP" in report.table
@@ -317,9 +316,8 @@ def test_early_no_lane_is_four_times_the_typical_one_and_the_bias_is_against_the
     found = [chaotic_network.gradients(method, 1.5, 4, 50, 3, 0) for method in ("RP", "clipped at 4")]
     np.testing.assert_allclose(*found, rtol=1e-5)
     clipped = total_propagation.CLIPPED[:1]
-    config = total_propagation.Config(
-        horizons=(4,), betas=(1.5,), parameters=(1,), methods=clipped, estimates=3, bias_points=(), resamples=5
-    )
+    one = {"horizons": (4,), "betas": (1.5,), "parameters": (1,), "methods": clipped}
+    config = total_propagation.Config(**one, estimates=3, bias_points=(), resamples=5)
     exact = chaotic_network.exact(1.5, [4])[4].gradient
     result = {"mean": [exact + 0.25], "nonfinite": 0, "squares": [1.0, 2.0, 3.0]}
     rows = total_propagation.report(config, [(c, result) for c in total_propagation.cells(config)]).rows

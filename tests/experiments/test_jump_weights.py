@@ -96,9 +96,10 @@ def test_per_step_weights_send_the_pathwise_message():
     np.testing.assert_array_equal(weights.contribution.rule(gradients, zeros), expected)
 
 
-@pytest.mark.parametrize(
-    "make", [jump_weights.mean_test, jump_weights.variance_test, lambda: jump_weights.alpha_order(0.1)]
-)
+WEIGHTS = [jump_weights.mean_test, jump_weights.variance_test, lambda: jump_weights.alpha_order(0.1)]
+
+
+@pytest.mark.parametrize("make", WEIGHTS)
 def test_finite_where_gradients_overflow(make):
     cases = [pair for bad in (1e30, np.inf, np.nan) for pair in ((bad, 1.0), (1.0, bad), (bad, bad))]
     gradients = np.asarray(features(jnp.sin, 20))[0] * np.asarray(cases, "float32")[:, :, None, None]

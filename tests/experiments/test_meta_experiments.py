@@ -64,11 +64,8 @@ def test_clipped_tasks_are_reverse_mode_without_a_limit_and_forget_by_a_factor_b
     problem = meta.Problem(init, step, lambda theta, s: jnp.zeros(()), 3)
     outers = {None: meta.reverse_mode(problem)} | {f: outer_training.clipped(problem, 4, f) for f in (jnp.inf, 0.5)}
     found = jax.jit(lambda: {str(f): o(jnp.float32(2.0), jax.random.key(0))[:2] for f, o in outers.items()})()
-    assert {name: tuple(map(float, x)) for name, x in found.items()} == {
-        "None": (6, 3),
-        "inf": (6, 3),
-        "0.5": (6, 1.25),
-    }
+    wanted = {"None": (6, 3), "inf": (6, 3), "0.5": (6, 1.25)}
+    assert {name: tuple(map(float, x)) for name, x in found.items()} == wanted
 
 
 def test_settings_are_those_that_were_drawn_before_any_rule_was_trained():
@@ -125,16 +122,12 @@ def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standa
     assert fitted.scale[-1] == pytest.approx(1 / 2.89, rel=0.3) and abs(fitted.shift[-1]) < 1.5
 
 
+WEIGHED = {"published": 0.7 * 10 + 0.3 * 5 * 10, "weight": 0.3 * 10 + 0.7 * 5 * 10}
+WEIGHED |= {"data": 0.7 * 10 + 0.3 * 64, "held-out": 0.3 * 10 + 0.7 * 64}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("objective", "expected"),
-    [
-        ("published", 0.7 * 10 + 0.3 * 5 * 10),
-        ("weight", 0.3 * 10 + 0.7 * 5 * 10),
-        ("data", 0.7 * 10 + 0.3 * 64),
-        ("held-out", 0.3 * 10 + 0.7 * 64),
-    ],
-)
+@pytest.mark.parametrize(("objective", "expected"), WEIGHED.items())
 def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(objective, expected):
     # Losses are numbers of points here: a minibatch has 10, the published held-out data are five minibatches.
     points = lambda params, batch: jnp.asarray(batch[0].shape[0], float)
@@ -192,8 +185,7 @@ def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
         meta_curves.judged_training(*arguments, killed, checkpoint)
     again = meta_curves.judged_training(*arguments, killed, checkpoint)
     assert len(calls) == 3 + 2  # one stretch was lost
-    for a, b in zip(whole, again, strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, whole, again)
     with pytest.raises(ValueError, match="a multiple of the points of a curve, got 5 and 3"):
         meta_curves.judged_training(*arguments[:4], 5, 3, killed, checkpoint)
 
@@ -203,11 +195,8 @@ def test_trainings_side_by_side_are_each_alone(tmp_path):
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
     saved = harness.Checkpoint(tmp_path / "together.npz")
     together, losses, skipped = meta_curves.train_together(outer, optimizer, thetas, keys, 6, 3, saved)
-    alone = [
-        meta.train(outer, optimizer, theta, key, 6, progress=False).theta
-        for theta, key in zip(thetas, keys, strict=True)
-    ]
-    np.testing.assert_allclose(together, jnp.stack(alone), rtol=1e-5)
+    alone = lambda theta, key: meta.train(outer, optimizer, theta, key, 6, progress=False).theta
+    np.testing.assert_allclose(together, jnp.stack([*map(alone, thetas, keys)]), rtol=1e-5)
     assert losses.shape == (2, 3) and not skipped.any()
     again, same, _ = meta_curves.train_together(outer, optimizer, thetas, keys, 6, 3, saved)
     np.testing.assert_array_equal(together, again)
@@ -246,8 +235,7 @@ def test_the_penalty_is_that_of_algorithm_2():
     task = meta.sinusoid(sizes=(1, 4, 1), activation=jnp.tanh, batch=5, amplitude=(1.0, 1.0))
     learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
     plain = meta.inner_problem(task, learner, 6, hint=6.0, held_out=0.0, hint_before=True)
-    problem = mplp_batch_entropy.algorithm_2(plain, task, 3, 2.0)
-    outer = meta.truncated(problem, 3, stagger=False)
+    outer = meta.truncated(mplp_batch_entropy.algorithm_2(plain, task, 3, 2.0), 3, stagger=False)
 
     def written(log_rate, inner, first, last_loss=None):
         """The loss of a segment, where a given last loss is the constant; and the last loss."""

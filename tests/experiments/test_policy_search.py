@@ -16,14 +16,11 @@ KEY = jax.random.key(0)
 
 def test_the_pathwise_bias_of_the_ball_is_the_jump_times_its_density():
     # d/dtheta E f = E f' + the sum of the jumps times the density where they are; the wall is cleared at two angles.
-    def clears(a):
-        return contact.WALL * np.tan(a) - contact.WALL**2 / (2 * np.cos(a) ** 2) - contact.HEIGHT
-
+    clears = lambda a: contact.WALL * np.tan(a) - contact.WALL**2 / (2 * np.cos(a) ** 2) - contact.HEIGHT
     theta = 0.55
     jumps = 0.0
     for angle, sign in ((brentq(clears, 0.3, 0.8), -1), (brentq(clears, 0.8, 1.4), 1)):
-        size = np.sin(2 * angle) - contact.WALL
-        jumps += sign * size * norm.pdf(angle, theta, contact.THROW)
+        jumps += sign * (np.sin(2 * angle) - contact.WALL) * norm.pdf(angle, theta, contact.THROW)
     smooth = contact.gradients("ball", "RP", theta, 200_000, 2, 0, 0.2).mean()
     assert contact.exact_ball(theta) == pytest.approx(smooth + jumps, abs=0.01)
     unbiased = contact.gradients("ball", "LR", theta, 10_000, 100, 0, 0.2)
@@ -33,8 +30,7 @@ def test_the_pathwise_bias_of_the_ball_is_the_jump_times_its_density():
 
 
 def test_the_stop_takes_speed_and_keeps_the_place():
-    before = jnp.array([contact.STOP - 1e-4, 1.0])
-    q, v = contact.pendulum_step(jnp.array([0.0, 0.0]), before)
+    q, v = contact.pendulum_step(jnp.array([0.0, 0.0]), jnp.array([contact.STOP - 1e-4, 1.0]))
     free = 1.0 - contact.DT * np.sin(contact.STOP)
     np.testing.assert_allclose(v, -free / 2, rtol=1e-3)
     np.testing.assert_allclose(contact.STOP - q, contact.DT * free / 2, rtol=1e-3)
@@ -124,9 +120,8 @@ def test_targets_of_the_critic_are_those_of_td_lambda():
 
 def test_the_actors_first_update_is_that_of_the_windows_cost():
     # With one window an episode and Adam's first step, which has the gradient's signs, the policy moves by the rate.
-    system = actor_critic.System(
-        lambda key, lanes: jax.random.normal(key, (lanes, 1)), lambda policy, s, key: s * policy, lambda s: s[..., 0], 2
-    )
+    start, step = lambda key, lanes: jax.random.normal(key, (lanes, 1)), lambda policy, s, key: s * policy
+    system = actor_critic.System(start, step, lambda s: s[..., 0], 2)
     init, step = actor_critic.learner(system, lambda key: jnp.float32(0.5), 4, 2, 3, 10.0)
     with jax.numpy_dtype_promotion("standard"):
         first = init(jax.random.key(0))

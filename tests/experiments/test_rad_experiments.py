@@ -69,8 +69,7 @@ def test_training_searches_and_says_what_data_it_had(run, tmp_path, monkeypatch)
     results = run(rad_training, options)
     reduced, different = results["rows"]
     assert results["data"]["mlp"].startswith("digits IN PLACE OF mnist")
-    path = tmp_path / "run" / "cells" / "network=mlp,search=different.json"
-    search = json.loads(path.read_text())["result"]
+    search = json.loads((tmp_path / "run" / "cells" / "network=mlp,search=different.json").read_text())["result"]
     assert len(search["pairs"]) == 3 and search["pairs"][2] == list(rad_training.TUNED["mlp"]["different"])
     assert search["finalists"] == [int(np.argmax(search["short_accuracies"])), 2]  # the paper's pair is always one
     best = search["finalists"][int(np.argmax(search["full_accuracies"]))]
@@ -136,8 +135,7 @@ def test_a_killed_pde_cell_goes_on(run, tmp_path, monkeypatch):
     options, saves = "--time 0.001953125 --fractions 0.1 --iterations 50 --draws 2", []
 
     def curve(folder):
-        path = tmp_path / folder / "cells" / "fraction=0.1,start=0.json"
-        return json.loads(path.read_text())["result"]["curve"]
+        return json.loads((tmp_path / folder / "cells" / "fraction=0.1,start=0.json").read_text())["result"]["curve"]
 
     run(rad_pde, options, "whole")
 
@@ -164,11 +162,8 @@ def test_images_fall_back_to_digits(monkeypatch):
 
 def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():
     names = ["reverse mode", *planning.SINGLE, f"plan: {planning.SINGLE[0]}"]
-    result = {
-        "memory": dict.fromkeys(names, 2e6),
-        "noise": {key: [0.1] for key in names},
-        "step": {key: [1] for key in names},
-    }
+    of_all = lambda value: dict.fromkeys(names, value)
+    result = {"memory": of_all(2e6), "noise": of_all([0.1]), "step": of_all([1])}
     result["plans"] = {key: {"refused": "too little"} for key in planning.SINGLE}
     result["plans"][planning.SINGLE[0]] = {"method": "pack", "work": 0.0, "compiled": 3, "seconds": 1.0}
     found = planning.report(planning.Config(), [({"model": "MLP"}, result)])
@@ -216,8 +211,7 @@ def test_path_sampling_is_unbiased(function, samples, earlier):
     probability = earlier and rad_paths.by_messages(drifted(graph, earlier), 0.1)
     found = rad_paths.path_sampling(graph, samples, 0, 4000, probability)[0]
     error = found.std(0) / np.sqrt(len(found))
-    exact = rad_paths.backpropagate(graph)[0, graph.inputs]
-    assert np.all(np.abs(found.mean(0) - exact) <= 4 * error + 1e-12)
+    assert np.all(np.abs(found.mean(0) - rad_paths.backpropagate(graph)[0, graph.inputs]) <= 4 * error + 1e-12)
 
 
 def drifted(graph, size):
@@ -257,13 +251,8 @@ def test_the_backward_pass_of_squares_is_the_sum_over_entries_of_the_input():
     kernel = jax.random.normal(jax.random.key(0), (3, 3, 2, 2))
     x, message, v = (jax.random.normal(jax.random.key(i), (2, 4, 4, 2)) for i in (1, 2, 3))
 
-    def gradient(x):
-        return jax.vjp(lambda w: rad_prediction.apply("conv", x, w), kernel)[1](message)[0]
-
-    def by_squares(v):
-        return jax.vjp(lambda w: rad_prediction.apply("conv", v, w), kernel)[1](message**2)[0].sum()
-
-    jacobian, found = jax.jit(lambda: (jax.jacrev(gradient)(x), by_squares(v**2)))()
+    gradient = lambda x, m: jax.vjp(lambda w: rad_prediction.apply("conv", x, w), kernel)[1](m)[0]
+    jacobian, found = jax.jit(lambda: (jax.jacrev(gradient)(x, message), gradient(v**2, message**2).sum()))()
     np.testing.assert_allclose(found, jnp.sum(jnp.sum(jacobian**2, (0, 1, 2, 3)) * v**2), rtol=1e-4)
 
 

@@ -42,12 +42,8 @@ def has(*figures):
 
 def no_corrections_before_training(results):
     found = {(row["rule"], row["training"]): row["ahead"] == 0 for row in results["rows"]}
-    return list(found.items()) == [
-        (("whole", "before"), True),
-        (("whole", "after"), True),
-        (("gradient alone", "before"), True),
-        (("gradient alone", "after"), False),
-    ]
+    each = [(rule, training) for rule in ("whole", "gradient alone") for training in ("before", "after")]
+    return list(found.items()) == list(zip(each, (True, True, True, False), strict=True))
 
 
 def reparameterization_is_the_better_one_so_early(results):
@@ -57,8 +53,7 @@ def reparameterization_is_the_better_one_so_early(results):
 
 
 def second_derivatives_are_exact(results):
-    worst = max(abs(row["off"]) for row in results["rows"])
-    return results["worst_distance_in_standard_errors"] == worst < 5
+    return results["worst_distance_in_standard_errors"] == max(abs(row["off"]) for row in results["rows"]) < 5
 
 
 def plain_is_the_baseline_of_the_chain(results):
@@ -120,9 +115,8 @@ TOTAL = "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias
 SECOND = "--estimates 20 --families bernoulli --graphs 'one node'"
 TIMED = "--horizons 2 --rounds 3 --nodes 100 --chain-rounds 3 --policy-rounds 3"
 SETTINGS = "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2"  # setting 0 has step functions
-OUTER = (
-    "--rule 'reverse mode' --balanced 'PES, K = 10' --points 2 --pace 0.1 --length 10 --tasks 2 --judged 2 --chains 4"
-)
+OUTER = "--rule 'reverse mode' --balanced 'PES, K = 10' --points 2 --pace 0.1 --length 10 --chains 4 "
+OUTER += "--tasks 2 --judged 2"
 META = "--steps 2 --points 1 --length 4 --segment 2 --hidden 3"
 DYNAMICS = f"{META} --tasks 1 --judged 2"
 ENTROPIES = f"{META} --judged 2 --batch 4 --message-size 2"
@@ -131,9 +125,8 @@ DIGITS = "--data digits --methods baseline 'rounding 4' --steps 40 --evaluations
 POLICY = "--lanes 4 --rates 0.001 0.01 --resamples 20"
 SEARCH = f"{POLICY} --horizon 3 --policies 4 --iterations 5 --evaluations 5 --seeds 2"
 CLIPPED = f"{POLICY} --horizon 3 --tasks 'last step' --units 4 --steps 5 --long 6 --seeds 2"
-CONTACTS = (
-    f"{POLICY} --horizon 10 --methods RP {policy_search_contacts.SHAC} multilevel --units 4 --steps 5 --estimates 3"
-)
+CONTACTS = f"{POLICY} --horizon 10 --units 4 --steps 5 --estimates 3 "
+CONTACTS += f"--methods RP {policy_search_contacts.SHAC} multilevel"
 CARTPOLE = "--episodes 2 --iterations 3 --particles 4 --repetitions 2 --resamples 20"
 ERRORS = "--policies 1 --stages 0 1 --units 4 --horizon 3 --lanes 4 --estimates 5 --reference 6"
 

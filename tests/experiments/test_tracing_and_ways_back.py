@@ -21,9 +21,8 @@ def test_edges_of_the_scalar_graph():
 
 def test_diamonds_are_random_and_run():
     made = [tracing_scaling.problem({"family": "diamonds", "n": seed}, seed) for seed in range(3)]
-    assert (
-        all(np.isfinite(jax.jit(loss)(params)) for loss, params in made) and len({str(p)[:200] for _, p in made}) == 3
-    )
+    assert all(np.isfinite(jax.jit(loss)(params)) for loss, params in made)
+    assert len({str(p)[:200] for _, p in made}) == 3
 
 
 def test_large_diamonds_have_about_the_edges_that_are_asked_for():
@@ -133,11 +132,8 @@ def test_angles():
 def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
     cell = {"network": "mlp", "rule": "feedback_alignment"}
     records = [({**cell, "measure": "time"}, {"time_ratio": 1.1, "milliseconds": 2.0, "data": "none"})]
-    for asked, trial, rate, held, test in (
-        (0.1, 0, 0.1, 0.5, 0.99),
-        (0.2, 0, 0.2, 0.6, 0.7),
-        ("best", 1, 0.2, 0.4, 0.8),
-    ):
+    best = "best", 1, 0.2, 0.4, 0.8
+    for asked, trial, rate, held, test in ((0.1, 0, 0.1, 0.5, 0.99), (0.2, 0, 0.2, 0.6, 0.7), best):
         found = {"rate": rate, "held_out": held, "test": test, "angles": [[0, 90.0, 80.0], [10, 60.0, 50.0]]}
         records.append(({**cell, "rate": asked, "trial": trial}, found))
     (row,) = ways_back.report(ways_back.Config(), records).rows
