@@ -26,22 +26,15 @@ def run(program, devices, processes=1):
         "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-W", "ignore", "-c", BEGIN + program]
     # The port stays ours while the coordinator, which allows it too, listens there: nobody else is given it meanwhile.
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         s.bind(("", 0))
         port = str(s.getsockname()[1])
-        started = [
-            subprocess.Popen(
-                [*command, *([port, str(i)] if processes > 1 else [])],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for i in range(processes)
-        ]
+        of_each = [[port, str(i)] if processes > 1 else [] for i in range(processes)]
+        started = [subprocess.Popen([*command, *own], **pipes, env=environment) for own in of_each]
         outputs = [process.communicate(timeout=300) for process in started]
     for process, (_, err) in zip(started, outputs, strict=True):
         assert process.returncode == 0, err[-2000:]

@@ -87,10 +87,8 @@ def test_an_objective_is_rewired_as_the_model_inside_is():
     """With its check for NaN, which is a function with a rule of its own for `jax.vmap`."""
     turn, keys = ap.rewiring.gradient_reversal("tanh"), jax.random.split(jax.random.key(2), 2)
     objective = lambda model, **options: ap.expectation(episode(model, ap.reparameterization()), lanes=4, **options)
-    ways = [
-        jax.grad(ap.rewire(objective(exact), turn, argnums=1), argnums=1),
-        jax.grad(objective(lambda key, *args: ap.rewire(network, turn)(*args)), argnums=1),
-    ]
+    inside = objective(lambda key, *args: ap.rewire(network, turn)(*args))
+    ways = [jax.grad(f, argnums=1) for f in (ap.rewire(objective(exact), turn, argnums=1), inside)]
     both = jax.jit(lambda x: [jax.vmap(way, (0, None, None))(keys, WEIGHTS, x) for way in ways])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *both(jnp.ones((4, 2))))
     refused(Exception, "a lane's cost is NaN", both, jnp.full((4, 2), jnp.nan))
@@ -101,20 +99,16 @@ def test_tracing_takes_the_way_back_that_a_rule_made_linear_and_refuses_another(
     step = jax.custom_jvp(lambda v: (v > 0).astype(v.dtype))
     step.defjvp(lambda primals, tangents: (step(*primals), tangents[0] / (1 + 10 * jnp.abs(primals[0])) ** 2))
 
-    def loss(spike, weights):
-        return jnp.sum(
-            jax.lax.scan(lambda x, _: (spike(x @ weights[0]) @ weights[1], None), jnp.ones((3, 2)), length=2)[0]
-        )
+    def loss(spike, w):
+        return jnp.sum(jax.lax.scan(lambda x, _: (spike(x @ w[0]) @ w[1], None), jnp.ones((3, 2)), length=2)[0])
 
     spiking = functools.partial(loss, jax.jit(lambda v: jnp.heaviside(v, 0.0)))
     rewired = ap.rewire(spiking, ap.rewiring.surrogate_gradient(where="heaviside"))
     semirings = ap.tracing.ordinary(), ap.tracing.max_product(), ap.tracing.absolute_sum()
     both = rewired, functools.partial(loss, step)
     found, wanted = jax.jit(lambda w: [[ap.semiring_grad(f, s)(w) for s in semirings] for f in both])(WEIGHTS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[0], jax.grad(rewired)(WEIGHTS)
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (found, found[0]), (wanted, jax.grad(rewired)(WEIGHTS)))
     refused(TypeError, "no second derivative of a rewired", jax.eval_shape, jax.hessian(rewired), WEIGHTS)
     clipped = ap.rewire(lambda w: jnp.sum(jnp.tanh(w[0])), ap.rewiring.clip_messages(1.0, where="tanh"))
     refused(TypeError, "no sum over edges", jax.eval_shape, ap.semiring_grad(clipped, semirings[1]), WEIGHTS)

@@ -153,17 +153,14 @@ def test_pytrees_empty_arrays_closures_modules_and_one_lane(row):
     def make_of_dict(theta, x):
         return dist.Normal(jnp.tanh(theta["layer"]["w"] @ x["h"] + theta["b"][0]), 0.3).to_event(1)
 
-    def make_of_modules(theta, x):
-        return dist.Normal(jnp.tanh(linen.apply(theta[1], theta[0](x))), 0.3).to_event(1)
+    make_of_modules = lambda theta, x: dist.Normal(jnp.tanh(linen.apply(theta[1], theta[0](x))), 0.3).to_event(1)
 
     def of_dict(tape, theta):
         inputs = {"h": jnp.ones((tape.lanes, 3)), "none": jnp.zeros((tape.lanes, 0))}
         tape, x = sampled_by(row, make_of_dict, tape, theta, inputs)
         return tape.cost(lambda x: jnp.sum(x**2), x, **row.cost)
 
-    def closed(tape, theta):
-        return rollout(explicit, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
-
+    closed = lambda tape, theta: rollout(explicit, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
     thetas = {
         "dict": {"layer": {"w": jnp.eye(3)[:2]}, "b": (jnp.ones(2), jnp.zeros((0, 2)))},
         "closed": jnp.float32(0.7),
@@ -297,9 +294,7 @@ def chosen(row, loop):
             h = jnp.tanh(module(x[:, 0] + state["h"]) + shift) + jnp.sum(state["none"])
             return jnp.sum(h**2), {"h": h, "none": state["none"]}
 
-        def body(carry):
-            return sampled(row, carry[0], row.make(carry[1]["h"] + shift), continuation, carry[1])
-
+        body = lambda carry: sampled(row, carry[0], row.make(carry[1]["h"] + shift), continuation, carry[1])
         state = {"h": jnp.full((tape.lanes, 2), 0.5, shift.dtype), "none": jnp.zeros((tape.lanes, 0), shift.dtype)}
         return loop(body, (tape, state))[0]
 
@@ -367,10 +362,8 @@ def gradient_of_one_choice(row, distribution, lanes):
 @every_discrete
 def test_logits_in_half_precision_are_drawn_in_float32(row):
     # Probabilities of .0067 and less: the same key draws the same samples, whatever the logits' dtype.
-    ways = {
-        dtype: gradient_of_one_choice(row, lambda u, dtype=dtype: row.make(u.astype(dtype)), 5_000)
-        for dtype in ("float32", "bfloat16", "float16")
-    }
+    of = lambda dtype: gradient_of_one_choice(row, lambda u: row.make(u.astype(dtype)), 5_000)
+    ways = {dtype: of(dtype) for dtype in ("float32", "bfloat16", "float16")}
     found = jax.jit(lambda key, theta: {dtype: way(key, theta) for dtype, way in ways.items()})(KEY, -5.0)
     assert found["float32"][0] > 0 and found["float32"][1] != 0
     for dtype in ("bfloat16", "float16"):
@@ -450,8 +443,7 @@ def assert_finite(tree):
 
 @rewired
 def test_rules_in_control_flow_with_pytrees_integers_and_empty_arrays(rule):
-    x = jnp.ones((2, 3))
-    value_and_updates, args = updates(rule, stacked, (parameters(jnp.float32), x))
+    value_and_updates, args = updates(rule, stacked, (parameters(jnp.float32), jnp.ones((2, 3))))
     value, gradients = jax.jit(value_and_updates)(*args)
     np.testing.assert_allclose(value, jnp.sum(stacked(*args[-2:]) ** 2), rtol=1e-6)
     assert_finite(gradients)
@@ -702,8 +694,7 @@ def test_values_drawn_elsewhere_in_every_way():
         choices = dist.Categorical(logits=model(inputs))
         scored = lambda tape: ap.score(tape, choices, x, behaviour_log_prob=b, mask=jnp.ones(4, bool))
         tape = jax.lax.cond(x[0, 0] == 0, scored, lambda tape: tape, tape) if inside else scored(tape)
-        empty = dist.Bernoulli(probs=0.3 * jnp.ones((4, 0)))
-        tape = ap.score(tape, empty, x[:, :0], behaviour_log_prob=b[:, :0])
+        tape = ap.score(tape, dist.Bernoulli(probs=0.3 * jnp.ones((4, 0))), x[:, :0], behaviour_log_prob=b[:, :0])
         return tape.cost(jnp.sum(x, axis=1).astype(jnp.float32))
 
     @jax.jit

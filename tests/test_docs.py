@@ -38,11 +38,10 @@ def results(name):
     return json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=[pytest.mark.long] * (p.stem not in SOON)) for p in PAGES if blocks(p)],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
+WITH_PYTHON = [pytest.param(p, marks=[pytest.mark.long] * (p.stem not in SOON)) for p in PAGES if blocks(p)]
+
+
+@pytest.mark.parametrize("path", WITH_PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_python_of_a_page_runs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": path.stem}
@@ -94,9 +93,8 @@ def test_every_public_name_is_in_the_api_reference():
     there = {id(value) for _, value in entries}
     modules = ["expectations", "memory", "meta", "mplp", "rewiring", "tracing", "testing"]
     modules += ["expectations.diagnostics", "expectations.weights", "meta.data"]
-    missing = [
-        f"ap.{n}" for n in ap.__all__ if not inspect.ismodule(getattr(ap, n)) and id(getattr(ap, n)) not in there
-    ]
+    values = {n: getattr(ap, n) for n in ap.__all__}
+    missing = [f"ap.{n}" for n, value in values.items() if not inspect.ismodule(value) and id(value) not in there]
     for name in modules:
         module = importlib.import_module(f"apgrad.{name}")
         values = {n: getattr(module, n) for n in public(module)}

@@ -10,6 +10,7 @@ import apgrad as ap
 from apgrad._ground.keys import require_key
 from apgrad._ground.norms import rescaled
 from apgrad._ground.primitives import refuse_batching, refuse_message
+from tests.cases import cases
 from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
@@ -34,25 +35,21 @@ def of_levels(leaves):
     return estimator.value_and_grad(key, estimator.init(key, leaves), leaves)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda leaves: rescaled(leaves, 1.0, shorten=True),
-        lambda leaves: ap.grad(a_program_of_leaves, lanes=20)(jax.random.key(0), leaves),
-        of_levels,
-    ],
-    ids=["rescaled", "clip_lanes", "multilevel"],
-)
+OF_LEAVES = {
+    "rescaled": lambda leaves: rescaled(leaves, 1.0, shorten=True),
+    "clip_lanes": lambda leaves: ap.grad(a_program_of_leaves, lanes=20)(jax.random.key(0), leaves),
+    "multilevel": of_levels,
+}
+
+
+@cases("function", OF_LEAVES)
 def test_a_compiled_program_is_as_long_as_its_leaves_are_many(function):
     few, many = (len(jax.jit(function).lower([jnp.ones(4)] * n).compile().as_text().splitlines()) for n in (5, 50))
     assert many < 12 * few
 
 
 def in_scan(f):
-    def looped(x):
-        return jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros_like(x), length=3)[0] / 3
-
-    return looped
+    return lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros_like(x), length=3)[0] / 3
 
 
 TRANSFORMS = {
@@ -102,9 +99,10 @@ def test_what_refuses_to_be_mapped_is_not_mapped():
         jax.vmap(lambda x: x + refuse_batching(jnp.float32(1), "not mapped"))(jnp.ones(3))
 
 
-@pytest.mark.parametrize(
-    "make", [jax.random.key, jax.random.PRNGKey, lambda seed: np.asarray(jax.random.PRNGKey(seed))]
-)
+MAKERS = [jax.random.key, jax.random.PRNGKey, lambda seed: np.asarray(jax.random.PRNGKey(seed))]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_typed_and_raw_keys_are_the_same_key(make):
     draw = lambda key: jax.random.normal(require_key("the key", key))
     assert draw(make(3)) == jax.jit(draw)(make(3)) == jax.random.normal(jax.random.key(3))
@@ -117,10 +115,10 @@ def test_a_key_of_another_implementation_stays_what_it_is():
     assert require_key("the key", key) is key
 
 
-@pytest.mark.parametrize(
-    "key",
-    [0, None, jnp.zeros(2), *(jnp.zeros(s, jnp.uint32) for s in (3, (3, 2))), jax.random.split(jax.random.key(0))],
-)
+NO_KEYS = [0, None, jnp.zeros(2), *(jnp.zeros(s, jnp.uint32) for s in (3, (3, 2))), jax.random.split(jax.random.key(0))]
+
+
+@pytest.mark.parametrize("key", NO_KEYS)
 def test_what_is_no_key_is_refused(key):
     refused(TypeError, "the key is one PRNG key", require_key, "the key", key)
     refused(TypeError, "first argument is one PRNG key", ap.expectation(lambda tape: tape, 4), key)

@@ -22,12 +22,8 @@ INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300
 # These notebooks take less time in all where they are compiled quickly, as they compile much and compute little.
-COMPILED_QUICKLY = (
-    "01_monte_carlo_gradients",
-    "02_total_propagation_and_chaos",
-    "04_randomized_memory",
-    "07_train_a_policy_and_a_vae",
-)
+COMPILED_QUICKLY = ["01_monte_carlo_gradients", "02_total_propagation_and_chaos"]
+COMPILED_QUICKLY += ["04_randomized_memory", "07_train_a_policy_and_a_vae"]
 
 
 def test_there_are_notebooks():
@@ -61,6 +57,5 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))
     # An error in a cell is raised as nbclient.exceptions.CellExecutionError, with the cell and its traceback.
-    nbclient.NotebookClient(
-        notebook, timeout=SECONDS_A_CELL, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    at = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=SECONDS_A_CELL, kernel_name="python3", resources=at).execute()

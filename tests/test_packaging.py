@@ -25,8 +25,7 @@ def built(hook, folder):
 
 def test_the_wheel_holds_apgrad_alone(tmp_path):
     names = built("build_wheel", tmp_path).namelist()
-    described = f"apgrad-{ap.__version__}.dist-info"
-    assert {name.split("/")[0] for name in names} == {"apgrad", described}
+    assert {name.split("/")[0] for name in names} == {"apgrad", f"apgrad-{ap.__version__}.dist-info"}
     wanted = [p for p in (ROOT / "apgrad").rglob("*") if p.suffix in (".py", ".json", ".npz", ".typed")]
     assert {name for name in names if name.startswith("apgrad/")} == {str(p.relative_to(ROOT)) for p in wanted}
     assert "apgrad/py.typed" in names and any(name.startswith("apgrad/mplp/trained/") for name in names)
@@ -38,8 +37,7 @@ def test_an_editable_install_is_found_in_the_folder_that_holds_the_clone(tmp_pat
     site.mkdir(), above.mkdir()
     built("build_editable", site).extractall(site)
     (above / "apgrad").symlink_to(ROOT, target_is_directory=True)
-    program = (
-        f"import site; site.addsitedir({str(site)!r}); import apgrad; print(apgrad.__file__, apgrad.adaptive.__name__)"
-    )
+    program = f"import site; site.addsitedir({str(site)!r}); import apgrad; "
+    program += "print(apgrad.__file__, apgrad.adaptive.__name__)"
     done = subprocess.run([sys.executable, "-c", program], cwd=above, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(ROOT / "apgrad" / "__init__.py"), "adaptive"]

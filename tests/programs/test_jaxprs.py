@@ -69,8 +69,7 @@ class TestEveryKind:
     def test_is_evaluated(self, kind):
         function, _ = PROGRAMS[kind]
         program, _ = jaxprs.trace(function, X)
-        got = jaxprs.evaluate(program, [X])
-        chex.assert_trees_all_equal(got, jax.tree.leaves(function(X)))
+        chex.assert_trees_all_equal(jaxprs.evaluate(program, [X]), jax.tree.leaves(function(X)))
 
     def test_is_rebuilt(self, kind):
         function, _ = PROGRAMS[kind]
@@ -92,10 +91,7 @@ class TestEveryKind:
         chex.assert_trees_all_close(jax.jit(rebuilt)(X), jax.tree.leaves(function(X)), rtol=1e-6)
         assert seen[:1] == ([] if kind == "custom" else [kind])
         if kind != "while":
-
-            def total(f):
-                return lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(f(x)))
-
+            total = lambda f: lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(f(x)))
             chex.assert_trees_all_close(jax.grad(total(rebuilt))(X), jax.grad(total(function))(X), rtol=1e-5)
 
 
@@ -103,9 +99,7 @@ def test_the_steps_of_a_scan_are_numbered_as_they_run():
     _, eqn = equation(scan, "scan")
     inside = jaxprs.nested(eqn)
 
-    def body(step, *inputs):
-        return inputs[1], jnp.full(3, step)
-
+    body = lambda step, *inputs: (inputs[1], jnp.full(3, step))
     *_, ys = jaxprs.rebuild(eqn, inside, [body], [X, X, jnp.zeros((4, 3))])
     np.testing.assert_array_equal(ys[:, 0], [3, 2, 1, 0])
 
@@ -158,16 +152,12 @@ def reaches(function, *facts):
     """Which outputs of a function depend on the inputs with a True; the transfer leaves programs inside to the flow."""
     program, _ = jaxprs.trace(function, *([X] * len(facts)))
 
-    def transfer(eqn, facts):
-        return [any(facts)] * len(eqn.outvars) if jaxprs.nested(eqn) is None else None
-
+    transfer = lambda eqn, facts: [any(facts)] * len(eqn.outvars) if jaxprs.nested(eqn) is None else None
     return flow(program, facts, transfer, lambda a, b: a or b, lambda value: False)
 
 
 def test_facts_go_through_loops_until_they_rest_and_branches_are_joined():
-    def rotate(x, y, z):
-        return jax.lax.scan(lambda c, _: ((c[1], c[2], c[0] * 2), c[0]), (x, y, z), length=3)
-
+    rotate = lambda *xyz: jax.lax.scan(lambda c, _: ((c[1], c[2], c[0] * 2), c[0]), xyz, length=3)
     assert reaches(rotate, False, False, True) == [True] * 4
     still = lambda x, y: jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] + 1), None), (x, y), length=3)[0]
     assert reaches(still, True, False) == [True, False]

@@ -79,11 +79,8 @@ def test_where_shard_map_checks_what_varies_readers_that_cannot_are_refused_and_
     aligned = ap.rewire(loss, ap.rewiring.feedback_alignment(jax.random.key(0)))
     feedback = aligned.init(w, jnp.ones((2, 4)))
     paths = lambda f: ap.semiring_grad(f, ap.tracing.ordinary())
-    ways = (
-        lambda w, x: paths(loss)(w, x),
-        lambda w, x: paths(lambda w: loss(w, x))(w),
-        lambda w, x: jax.grad(lambda w: aligned(feedback, w, x))(w),
-    )
+    by_alignment = lambda w, x: jax.grad(lambda w: aligned(feedback, w, x))(w)
+    ways = paths(loss), lambda w, x: paths(lambda w: loss(w, x))(w), by_alignment
     x = jax.random.normal(jax.random.key(1), (2, 4))
     for way in ways:
         specs = {"mesh": mesh, "in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
