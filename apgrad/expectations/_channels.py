@@ -14,7 +14,7 @@ from jax import lax
 from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others, require_mask
-from apgrad.expectations._ledger import Mark, TapePlan, differs
+from apgrad.expectations._ledger import Doing, Mark, TapePlan, differs
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import is_standardized
@@ -44,7 +44,7 @@ def credit(
     `of_choose` says that the choice is one of `ap.choose`, to which a warning gives other advice.
     """
     ledger = tape._require_current(name)
-    ledger.scoring = name
+    ledger.declared["scoring"] = name
     if zero.ndim < 1 + parts or zero.shape[0] != tape.lanes:
         raise ValueError(f"{name}: the log-density has shape {zero.shape}, not ({tape.lanes},{' parts,' * parts} ...)")
     shape = zero.shape[: 1 + parts]
@@ -71,9 +71,10 @@ def credit(
     asked = {charged, raw} if learn or living else {charged}
     if ledger.collecting:
         ledger.ports |= asked
-        ledger.charged_parts = name if parts else ledger.charged_parts
+        if parts:
+            ledger.declared["scoring parts"] = name
         if others:
-            ledger.leaving_one_out = True
+            ledger.declared["baselined"] = name
             if weighed is None:  # else the lanes' own values are given from outside
                 mark(zero, Mark.LEAVES_ONE_OUT, (name, of_choose))
         return tape._follow()
@@ -176,5 +177,5 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
     return True
 
 
-def declare(tape: Tape, what: str, doing: Literal["interacting", "weighed", "weighing"]) -> None:
-    setattr(tape._require_current(what), doing, what)
+def declare(tape: Tape, what: str, doing: Doing) -> None:
+    tape._require_current(what).declared[doing] = what

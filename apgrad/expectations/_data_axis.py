@@ -24,25 +24,23 @@ def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
 
 def require_parts(plan: TapePlan, ledger: Ledger) -> None:
     lanes, data = plan.lanes, plan.data
-    by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
     if len(ledger.parts) > 1:
         raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
     for size, what in ledger.parts.items():
         if data not in (None, size):
             raise ValueError(f"{what} has {size} parts, and data={data} is given: use {size}, or a part an example")
+    size, axis = (next(iter(ledger.parts), None), "parts") if data is None else (data, "data")
+    by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
     for shape in by_part:
-        if data not in (None, shape[1]):
-            raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {data}): the lanes and the data")
-        if data is None and not ledger.parts:
+        if size is None:
             raise ValueError(cost_shape_error(lanes, shape))
-        if data is None and shape[1] not in ledger.parts:
-            raise ValueError(f"a cost of shape {shape} has {shape[1]} parts, but nodes have {ledger.parts}")
-    if ledger.charged_parts and not by_part:
-        axis = "a datum" if data is not None else "a part"
+        if size != shape[1]:
+            raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {size}): the lanes and the {axis}")
+    if not by_part and (charged := ledger.declared.get("scoring parts")):
         raise ValueError(
-            f"{ledger.charged_parts} was made with parts=True, and no cost has shape (lanes, parts): the costs were "
-            f"summed or averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of "
-            f"shape ({lanes}, {next(iter(ledger.parts))}), one value for each lane and {axis}."
+            f"{charged} was made with parts=True, and no cost has shape (lanes, parts): the costs were summed or "
+            f"averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of shape "
+            f"({lanes}, {size}), one value for each lane and a {'part' if data is None else 'datum'}."
         )
 
 

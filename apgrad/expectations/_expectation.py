@@ -89,11 +89,11 @@ def expectation(
             total, aux = tape._total, _depend_on_choices(tape, aux)
             return jnp.mean(refuse_nan(total, (args, kwargs)) if check_nan else total), aux
 
-        if cross_fit and ledger.weighing:
-            evaluate = in_two_streams(evaluate, ledger.weighing)
+        if cross_fit and (mixer := ledger.declared.get("weighing")):
+            evaluate = in_two_streams(evaluate, mixer)
         value, aux = evaluate(key, args, kwargs)
-        if ledger.scoring:
-            aux = refuse_message(aux, _AUX.format(ledger.scoring))
+        if charging := ledger.declared.get("scoring"):
+            aux = refuse_message(aux, _AUX.format(charging))
         return (value, aux) if has_aux else value
 
     objective.__name__ = getattr(program, "__name__", "objective")
@@ -246,19 +246,19 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     require_parts(plan, ledger)
-    acting = f"{ledger.interacting} lets lanes act on each other"
-    if ledger.interacting and ledger.scoring:
-        raise ValueError(f"{acting}, and {ledger.scoring} charges a lane for its own costs. Use reparameterization().")
-    if ledger.interacting and plan.folds > 1:
+    done = ledger.declared
+    acting = f"{done.get('interacting')} lets lanes act on each other"
+    if "interacting" in done and "scoring" in done:
+        raise ValueError(f"{acting}, and {done['scoring']} charges a lane for its own costs. Use reparameterization().")
+    if "interacting" in done and plan.folds > 1:
         raise ValueError(f"{acting}, so that halves of them are not independent. Leave out cross_fit=True.")
-    if ledger.weighed:
-        require_weighable(ledger)
-    if ledger.discounting and ledger.weighing:
+    require_weighable(ledger)
+    if "discounting" in done and "weighing" in done:
         raise ValueError(
-            f"tape.discount fades what costs charge choices with, and {ledger.weighing} mixes that with pathwise "
+            f"tape.discount fades what costs charge choices with, and {done['weighing']} mixes that with pathwise "
             "derivatives, which do not fade: the two would estimate different gradients. Use likelihood_ratio()."
         )
-    if ledger.leaving_one_out:
+    if "baselined" in done:
         warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)

@@ -2,7 +2,7 @@
 
 import contextvars
 import enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from apgrad.expectations._ports import Port
 
@@ -14,6 +14,12 @@ class Mark(enum.Enum):
     LEAVES_ONE_OUT = enum.auto()
     COST = enum.auto()  # at each cost
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
+
+
+# What a program does: lanes act on each other, so that none can have credit alone; choices are charged with costs,
+# or those of a part with the part's own; a baseline is that of other lanes; credit fades; samples are weighed by
+# themselves, so that cross-fitting has two streams; the costs after a value are weighed; a cost is shaped.
+Doing = Literal["interacting", "scoring", "scoring parts", "baselined", "discounting", "weighing", "weighed", "shaping"]
 
 
 class TapePlan(NamedTuple):
@@ -47,14 +53,7 @@ class Ledger:
         self.parts: dict[int, str] = {}
         self.cost_shapes: set[tuple[int, ...]] = set()
         self.cost_dtypes: set[Any] = set()
-        self.interacting: str | None = None  # what lets lanes act on each other, so that no lane can have credit alone
-        self.scoring: str | None = None  # what charges choices with costs
-        self.charged_parts: str | None = None  # what charges the choices of a part with the part's own costs
-        self.leaving_one_out = False  # whether a leave-one-out baseline is used
-        self.discounting = False  # whether the credit of choices fades
-        self.weighing: str | None = None  # what weighs samples by themselves, so that cross-fitting has two streams
-        self.weighed: str | None = None  # what weighs the costs after it
-        self.shaping = False  # whether a cost is shaped
+        self.declared: dict[Doing, str] = {}  # what is done, and by whom
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
 
     def require_as_before(self) -> None:
@@ -65,10 +64,9 @@ class Ledger:
             before, now = getattr(self.first, name), getattr(self, name)
             if not set(now) <= set(before):
                 raise differs(f"{name.replace('_', ' ')} {sorted(map(str, before))}, then {sorted(map(str, now))}")
-        for name in ("interacting", "scoring", "charged_parts", "discounting", "weighing", "weighed", "shaping"):
-            now = getattr(self, name)
-            if now and not getattr(self.first, name):
-                raise differs(f"only the second one was {name.replace('_', ' ')}{f', at {now}' * isinstance(now, str)}")
+        for doing, name in self.declared.items():
+            if doing not in self.first.declared:
+                raise differs(f"only the second one was {doing}, at {name}")
 
 
 def differs(what: str) -> ValueError:

@@ -122,13 +122,14 @@ def score(
 
 def require_weighable(ledger: Ledger) -> None:
     standardized = any(port.arithmetic == STANDARDIZED for port in ledger.ports)
+    done = ledger.declared
     for found, name, instead in (
-        (ledger.discounting, "tape.discount fades the weights with the credit", "give discounted costs to tape.cost"),
-        (ledger.shaping, "a shaped cost is not weighed", "use tape.cost without shaping"),
+        ("discounting" in done, "tape.discount fades weights with the credit", "give discounted costs to tape.cost"),
+        ("shaping" in done, "a shaped cost is not weighed", "use tape.cost without shaping"),
         (standardized, "the standardized baseline charges scores that are not weighed", "use another baseline"),
     ):
-        if found:
-            raise ValueError(f"{ledger.weighed} weighs the costs after it, and {name}: {instead}, or call ap.sample")
+        if found and "weighed" in done:
+            raise ValueError(f"{done['weighed']} weighs the costs after it, and {name}: {instead}, or call ap.sample")
 
 
 def _impossible(distribution, value, behaviour):

@@ -123,7 +123,7 @@ class Tape:
         if shaping is not None:
             if not callable(cost):
                 raise TypeError("shaping acts on a cost function: call tape.cost(function, x, shaping=...)")
-            ledger.shaping = True
+            ledger.declared["shaping"] = "tape.cost"
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
             shaped = lambda key, args: shaping(key, cost, *args)
@@ -176,7 +176,7 @@ class Tape:
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
         if not meets(factor, lambda f: (f >= 0) & (f <= 1)):
             raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
-        ledger.discounting = True
+        ledger.declared["discounting"] = "tape.discount"
         ports = dict(self._ports)  # none yet in the first trace
         for port, p in ports.items():
             if port.arithmetic.fades is not None:

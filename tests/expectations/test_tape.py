@@ -311,7 +311,7 @@ WRONG_VALUES = [
     (ONE_A_LANE, lambda tape: tape.cost(jnp.ones((1, 4)))),
     (ONE_A_LANE, lambda tape, a: visit(tape, a).cost(jnp.ones((4, 2))), (4,)),
     (r"never calls tape\.cost", visit, (4,)),
-    ("2 parts, but nodes have", lambda tape, a: PARTS(tape, a).cost(jnp.ones((4, 2))), (4, 3)),
+    (r"\(4, 2\), expected \(4, 3\): the lanes", lambda tape, a: PARTS(tape, a).cost(jnp.ones((4, 2))), (4, 3)),
     ("different numbers of parts", lambda t, a, b: PARTS(PARTS(t, a), b).cost(jnp.ones((4, 2))), (4, 3), (4, 2)),
     (r"shape \(3,\), expected the lanes", lambda tape: tape.cost(jnp.sum, jnp.ones(3))),
     (OF_BASELINE, lambda tape, a: visit(tape, a, lambda d: jnp.ones(3)), (4,)),
