@@ -25,6 +25,7 @@ import numpy as np
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.keys import require_key
+from apgrad._ground.norms import scaled_norm
 from apgrad._programs.jaxprs import place
 from apgrad.expectations import _expectation as objectives
 from apgrad.expectations._channels import ROW, visits
@@ -143,19 +144,17 @@ def adaptive(
             )
         _, weights, sent = visits(plan)
 
-        def objective(chosen, rows, given):
-            inputs, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
-            tape, aux = objectives.run_program(run(*inputs), ledger, plan, has_aux, key, {**given, sent: rows})
-            if ledger.sites != counted.sites:
-                raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
-            total = tape._total
-            return jnp.mean(objectives.refuse_nan(total, (inputs, kwargs)) if check_nan else total), aux
-
         def once(given):
-            zeros = jnp.zeros(sent.shape, plan.dtype)
-            inputs = [args[n - 1] for n in numbers]
-            of_inputs = lambda chosen, rows: objective(chosen, rows, given)
-            value, pullback, aux = jax.vjp(of_inputs, inputs, zeros, has_aux=True)
+            def objective(chosen, rows):
+                inputs, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
+                tape, aux = objectives.run_program(run(*inputs), ledger, plan, has_aux, key, {**given, sent: rows})
+                if ledger.sites != counted.sites:
+                    raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
+                total = tape._total
+                return jnp.mean(objectives.refuse_nan(total, (inputs, kwargs)) if check_nan else total), aux
+
+            chosen, zeros = [args[n - 1] for n in numbers], jnp.zeros(sent.shape, plan.dtype)
+            value, pullback, aux = jax.vjp(objective, chosen, zeros, has_aux=True)
             return value, aux, pullback(jnp.ones_like(value))
 
         if state is None:
@@ -187,7 +186,7 @@ def adaptive(
         after = AdaptiveState(remembered, state.count + 1)
         if by_state:
             require_state((gradients, jnp.zeros((window, 2))), (state.last, state.changes))
-            change = _log_square(jax.tree.map(jnp.subtract, gradients, state.last))
+            change = jax.vmap(_log_square)(jax.tree.map(jnp.subtract, gradients, state.last))
             # The gradient of init has other weights.
             changes = state.changes.at[(state.count - 1) % window].set(jnp.where(state.count > 1, change, NONE))
             after = after._replace(last=gradients, changes=changes)
@@ -215,12 +214,7 @@ def require_state(own: Any, given: Any) -> None:
         )
 
 
-def _log_square(trees):
-    """The logarithm of the square of each of the gradients, float32 (2,); infinite where it is not finite."""
-    rows = [jnp.abs(x).reshape(len(x), -1).astype(jnp.float32) for x in jax.tree.leaves(trees)]
-    rows = jnp.concatenate(rows, axis=1)
-    largest = jnp.max(rows, axis=1, initial=0)
-    usable = jnp.isfinite(largest) & (largest > 0)
-    scale = jnp.where(usable, largest, 1)
-    found = jnp.log(jnp.sum((rows / scale[:, None]) ** 2, axis=1)) + 2 * jnp.log(scale)
-    return jnp.where(usable, found, jnp.where(largest == 0, -jnp.inf, jnp.inf))
+def _log_square(tree):
+    """The logarithm of the square of a gradient, float32; infinite where it is not finite."""
+    size, norm = scaled_norm(tree)
+    return jnp.where(jnp.isfinite(norm), 2 * (jnp.log(size) + jnp.log(norm)), jnp.inf).astype(jnp.float32)
