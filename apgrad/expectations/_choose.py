@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.messages import describe
+from apgrad._ground.messages import describe, tuple_of
 from apgrad._ground.warning import warn
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, nested, trace
@@ -116,19 +116,14 @@ def choose(
 
 
 def _pair(what, found, drawn):
-    pair = isinstance(found, tuple) and len(found) == 2
-    if not pair or not (isinstance(found[1], jax.Array) and jnp.issubdtype(found[1].dtype, jnp.floating)):
-        got = f"({', '.join(map(describe, found))})" if pair else describe(found)
-        raise TypeError(
-            f"{what}: estimate must return (x, cost), the sample first, and a cost (lanes,) of floating point, as costs"
-            f"(xs) are; got {got}. Return them in this order."
-        )
-    x = found[0]
-    if not (isinstance(x, jax.Array) and (x.shape, x.dtype) == (drawn.shape, drawn.dtype)):
-        raise TypeError(
-            f"{what}: estimate must return a sample x of shape {drawn.shape} and dtype {drawn.dtype}, as those of the "
-            f"distribution are, got {describe(x)}"
-        )
+    wanted = (
+        f"{what}: estimate must return (x, cost), in this order: a sample x of shape {drawn.shape} and dtype "
+        f"{drawn.dtype}, as the distribution's, and a cost (lanes,) of floating point, as costs(xs) are"
+    )
+    x, cost = tuple_of(2, wanted, found)
+    arrays = isinstance(x, jax.Array) and isinstance(cost, jax.Array)
+    if not (arrays and (x.shape, x.dtype) == (drawn.shape, drawn.dtype) and jnp.issubdtype(cost.dtype, jnp.floating)):
+        raise TypeError(f"{wanted}; got ({describe(x)}, {describe(cost)})")
     return found
 
 
@@ -136,10 +131,9 @@ def _form(what, continuation, drawn, args):
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), (drawn, *args))
 
     def pair(*inputs):
-        found = continuation(*inputs)
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(f"{what}: the continuation must return (cost, y), y may be None, got {describe(found)}")
-        return jnp.asarray(found[0]), found[1]
+        wanted = f"{what}: the continuation must return (cost, y), y may be None"
+        cost, y = tuple_of(2, wanted, continuation(*inputs))
+        return jnp.asarray(cost), y
 
     program, (cost, y) = trace(pair, *lane)
     if cost.shape != () or not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):

@@ -14,6 +14,7 @@ from jax import lax
 
 from apgrad._ground.arguments import integers, is_single, require_parameters, whole
 from apgrad._ground.keys import is_key, require_key
+from apgrad._ground.messages import tuple_of
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._channels import visits
@@ -222,9 +223,8 @@ def run_program(
         if SEED in ports:
             ports[SEED] = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
         result = run(Tape(plan, key, total, ports))
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
-        tape, aux = result if has_aux else (result, None)
+        pair = "with has_aux=True the program must return (tape, aux)"
+        tape, aux = tuple_of(2, pair, result) if has_aux else (result, None)
         if not isinstance(tape, Tape):
             raise TypeError(
                 f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "

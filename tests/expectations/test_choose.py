@@ -510,11 +510,11 @@ def test_an_estimator_of_a_user_that_returns_something_else_is_refused():
         return jax.eval_shape(ap.expectation(one_choice(mine, lambda lanes: COIN, lambda x: x), 4), KEY)
 
     run(lambda x, cost: (x, cost))
-    words = r"mine\): estimate must return .*floating point.*got \(an array.*float32, an array.*int32\).*order"
+    words = r"mine\): estimate must return .*order.*floating point.*got \(an array.*float32, an array.*int32\)"
     refused(TypeError, words, run, lambda x, cost: (cost, x))
     refused(TypeError, r"must return \(x, cost\).*got an array of shape \(4,\)", run, lambda x, cost: cost)
     refused(TypeError, r"must return \(x, cost\).*got \(an array.*, float\)", run, lambda x, cost: (x, 1.0))
-    words = r"mine\): estimate must return a sample x of shape \(4,\) and dtype int32, .*, got "
+    words = r"mine\): estimate must return .* a sample x of shape \(4,\) and dtype int32, .*; got \("
     for wrong, got in (
         (lambda x: x[:1], r"an array of shape \(1,\)"),
         (lambda x: x[:2], r"an array of shape \(2,\)"),
