@@ -37,8 +37,8 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
     def wrapped(*inputs):
         arrays, restore = arrays_of(inputs)
         converted, closed_over = hoist(lambda *arrays: function(*restore(*arrays)), *arrays)
-        propagator = first_order(Propagator(functools.partial(forward, converted), backward), reason)
-        return node(propagator, perturbed=True)(*arrays, *closed_over)
+        propagator = Propagator(functools.partial(forward, converted), backward)
+        return weighing_node(f"an objective with {name}", propagator, perturbed=True)(*arrays, *closed_over)
 
     def forward(function, *arrays, perturbed):
         # Nodes look for their target in what is perturbed, so nothing else may be.
@@ -53,11 +53,15 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
         streams = jax.vmap(lambda _: pullback(message), axis_name=STREAM, axis_size=2)(jnp.arange(2))
         return tuple(place([x[1] for x in streams], chosen, [None] * count))
 
-    reason = (
-        f"an objective with {name} has no second derivative: its weights are no part of it, and differentiating them "
-        "would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
-    )
     return wrapped
+
+
+def weighing_node(what: str, propagator: Propagator, **options: Any) -> Callable[..., Any]:
+    reason = (
+        f"{what} has no second derivative: weights are no part of the objective, and differentiating them would be "
+        "silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
+    )
+    return node(first_order(propagator, reason), **options)
 
 
 def both_streams(to_x: jax.Array, folds: int) -> Streams:

@@ -14,10 +14,10 @@ from jax.tree_util import Partial
 
 from apgrad._ground.messages import Static
 from apgrad._ground.port import beside, port
-from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._cross_fitting import at_hand, both_streams
+from apgrad.expectations._cross_fitting import at_hand, both_streams, weighing_node
 from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
@@ -89,7 +89,7 @@ def draw_by_mixer(
     if visit is not None:
         ports["rows"] = channels.visits(tape._plan).rows
     gathered = ways.Gathered(**{key: channels.request(tape, asked, what) for key, asked in ports.items()})
-    x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
+    x, zeros, gathered = weighing_node(mixer.name, Propagator(forward, backward), perturbed=True)(
         (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, gathered
     )
     for key, asked in ports.items():
@@ -125,7 +125,7 @@ def draw_batch_by_mixer(
         _, both, _ = ways.mixed(way, folds, streams, ways.Gathered())
         return jax.tree.unflatten(structure, at_hand(both, folds)), None
 
-    x, zeros = _mixer_node(mixer, forward, backward)(distribution, key)
+    x, zeros = weighing_node(mixer.name, Propagator(forward, backward))(distribution, key)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
@@ -175,14 +175,6 @@ def _identity(baseline):
     if baseline is None or isinstance(baseline, str):
         return baseline
     return (LearnedBaseline, id(baseline.function)) if isinstance(baseline, LearnedBaseline) else id(baseline)
-
-
-def _mixer_node(mixer, forward, backward, **options):
-    reason = (
-        f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
-        "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
-    )
-    return node(first_order(Propagator(forward, backward), reason), **options)
 
 
 def _require_mixer(mixer, what, tape, *, by_coordinates):
