@@ -29,15 +29,10 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from apgrad._ground.primitives import zero_with_gradient
-from apgrad._ground.propagator import backpropagation, first_order, node
+from apgrad.expectations._ports import charge_shaped
 
 # In all bits: with the few that a GPU or TPU takes by default, a covariance may lose positive definiteness.
 matmul = functools.partial(jnp.matmul, precision="highest")
-
-_REASON = (
-    "gaussian_shaping has no second derivative: the shaped cost is a linearization, and differentiating it would be "
-    "silently wrong. Use tape.cost without shaping for higher orders."
-)
 
 
 def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -79,10 +74,9 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
         message = _message(x, *fit)
         if pathwise == "raw":
             return costs(*args), message
-        shaped = node(first_order(backpropagation(lambda *fit: jnp.add(*_terms(*fit))), _REASON))(x, *fit)
-        paid = costs(*lax.stop_gradient(args))
+        paid, shaped = costs(*lax.stop_gradient(args)), zero_with_gradient(jnp.add(*_terms(x, *fit)))
         dtype = np.promote_types(paid.dtype, shaped.dtype)
-        return paid.astype(dtype) + zero_with_gradient(shaped).astype(dtype), message
+        return paid.astype(dtype) + charge_shaped(jnp.ones_like(shaped), shaped).astype(dtype), message
 
     return shaping
 
