@@ -56,10 +56,8 @@ def credit(
         zero = jnp.where(mask, zero, 0)
     others, standardized = isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:
-        raise ValueError(
-            f"{name}: the {'standardized' if standardized else 'leave-one-out'} baseline is a mean over "
-            f"lanes and needs at least 2, got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
-        )
+        few = f"needs at least 2, got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
+        raise ValueError(f"{name}: the baseline {baseline!r} is a mean over lanes and {few}")
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
     # Costs do not know masks. So the mean over the lanes that live at this choice is taken where the costs come back.
@@ -165,10 +163,8 @@ def drawn(tape: Tape, x: jax.Array) -> jax.Array:
 def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | None, charged: bool) -> bool:
     """Whether the second axis of a sample is parts; `parts` is what the user said, `charged` whether it matters."""
     if parts is None and charged and tape.data is not None and shape[1:2] == (tape.data,):
-        raise ValueError(
-            f"{what}: the sample has shape {shape}, whose second axis is as long as data={tape.data}. Say parts=True "
-            "if it is one choice for each datum, which then pays for the costs of its datum only; parts=False if not."
-        )
+        found = f"{what}: the sample has shape {shape}, whose second axis is as long as data={tape.data}"
+        raise ValueError(f"{found}. Say parts=True if it is one choice for each datum, and parts=False if not.")
     if not parts:
         return False
     if len(shape) < 2 or shape[1] < 1:

@@ -74,10 +74,8 @@ def choose(
       (4,)
     """
     if isinstance(estimator, Estimator | Mixer):
-        raise TypeError(
-            f"choose: {estimator.name} does not look at alternatives of a choice; give this estimator to "
-            "ap.stochastic(estimator) or ap.sample(tape, distribution, estimator), and the costs to the tape"
-        )
+        instead = "ap.stochastic(estimator) or ap.sample(tape, distribution, estimator), and costs to the tape"
+        raise TypeError(f"choose: {estimator.name} does not look at alternatives of a choice; give it to {instead}")
     if not isinstance(estimator, ChoiceEstimator):
         raise TypeError(f"choose needs an estimator as ap.arm(), got {estimator!r}. Did you forget the parentheses?")
     what = f"choose ({estimator.name})"

@@ -73,10 +73,8 @@ def clip_lanes(
     tape._require_current(what)
     require_lanes(what, tape.lanes, x)
     if tape.lanes < 2 * tape._plan.folds:
-        raise ValueError(
-            f"{what} compares lanes with each other, and needs at least 2, got lanes={tape.lanes}. Use more lanes, or "
-            "clip the gradient by its norm, as optax.clip_by_global_norm does."
-        )
+        instead = "Use more lanes, or clip the gradient by its norm, as optax.clip_by_global_norm does."
+        raise ValueError(f"{what} compares lanes, and needs at least 2, got lanes={tape.lanes}. {instead}")
     if jnp.shape(factor) != () or not meets(factor, lambda f: f > 0):
         raise ValueError(f"{what}: factor is a positive number, for all lanes the same, got {factor}")
     if counts is not None and (jnp.shape(counts) != (2,) or not is_inexact(counts)):

@@ -57,10 +57,8 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
 
 
 def weighing_node(what: str, propagator: Propagator, **options: Any) -> Callable[..., Any]:
-    reason = (
-        f"{what} has no second derivative: weights are no part of the objective, and differentiating them would be "
-        "silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
-    )
+    why = f"{what} has no second derivative: its weights are no part of the objective, so that it would be wrong"
+    reason = f"{why}. Use likelihood_ratio() or reparameterization() for higher orders."
     return node(first_order(propagator, reason), **options)
 
 
@@ -71,10 +69,8 @@ def both_streams(to_x: jax.Array, folds: int) -> Streams:
     try:
         return Streams(*lax.all_gather(to_x, STREAM))
     except NameError as error:
-        raise ValueError(
-            "a program with cross_fit=True is differentiated as a whole, by its objective: the two streams of "
-            "messages begin there, and a derivative taken inside the program has none"
-        ) from error
+        whole = "a program with cross_fit=True is differentiated as a whole, by its objective"
+        raise ValueError(f"{whole}: the two streams of messages begin there, and not inside the program") from error
 
 
 def at_hand(both: Streams, folds: int) -> Any:

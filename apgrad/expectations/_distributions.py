@@ -46,10 +46,8 @@ def require_distribution(what: str, distribution: Any) -> None:
     if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
         raise TypeError(f"{what} needs a distribution, with sample and log_prob as NumPyro's, got {name}")
     if jax.tree_util.all_leaves([distribution]):
-        raise TypeError(
-            f"{what} needs a distribution that is a pytree, and {name} is a leaf: its parameters would get no "
-            "gradient. Register it, say by jax.tree_util.register_dataclass."
-        )
+        leaf = f"{name} is a leaf: its parameters would get no gradient. Use jax.tree_util.register_dataclass."
+        raise TypeError(f"{what} needs a distribution that is a pytree, and {leaf}")
 
 
 def widened(distribution: Any) -> Any:
@@ -172,17 +170,13 @@ def _at_ends(x):
 def require_density(what: str, distribution: Any) -> None:
     for part in supports.parts_of(distribution):
         folds = not isinstance(part, dist.FoldedDistribution) and supports.folds(part)
+        wrong = f"{what}: the log_prob of {type(part).__name__} is not the density of its samples"
         if isinstance(part, _NOT_A_DENSITY) or folds:
-            raise TypeError(
-                f"{what}: the log_prob of {type(part).__name__}{' with AbsTransform' if folds else ''} is not the "
-                "density of its samples, so that it has no right score. Sample the distribution underneath, and mask, "
-                "censor or transform in the cost (jnp.where)."
-            )
+            instead = "Sample what is underneath, and mask, censor or transform in the cost (jnp.where)."
+            raise TypeError(f"{wrong}{', with AbsTransform' * folds}: it has no right score. {instead}")
         if not supports.have_one_support(supports.components_of(part)):
-            raise TypeError(
-                f"{what}: the components of {type(part).__name__} are not known to have one support, without which the "
-                "log_prob is not the density of its samples. Sample the component first, by likelihood_ratio()."
-            )
+            instead = "Sample the component first, by likelihood_ratio()."
+            raise TypeError(f"{wrong} unless its components have one support, which is not known. {instead}")
 
 
 def once_at_kinks(what: str, distribution: Any) -> Any:
@@ -281,10 +275,8 @@ class _WithEnds(_OfPart):
 
 def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
     """The score, whose derivative is an error where the support moves with a parameter: it lacks the flow of mass."""
-    reason = (
-        f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter, so "
-        "the derivative of the log-density is not that of the expectation. Use reparameterization()."
-    )
+    moves = f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter"
+    reason = f"{moves}, so that its score lacks a part of the derivative. Use reparameterization()."
     for bound in jax.tree.leaves([supports.bounds_of(part) for part in supports.parts_of(distribution)]):
         if jnp.issubdtype(jnp.result_type(bound), jnp.floating):
             fixed = jnp.sum(refuse_derivative(jnp.asarray(bound, jnp.float32), reason))

@@ -226,10 +226,8 @@ def run_program(
         pair = "with has_aux=True the program must return (tape, aux)"
         tape, aux = tuple_of(2, pair, result) if has_aux else (result, None)
         if not isinstance(tape, Tape):
-            raise TypeError(
-                f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "
-                "`return tape.cost(c)`; anything else to return needs has_aux=True and `return tape, aux`."
-            )
+            instead = "`return tape.cost(c)`, or with has_aux=True `return tape.cost(c), aux`"
+            raise TypeError(f"the program must return its last tape, got {type(tape).__name__}. Write {instead}.")
         tape._require_current("the program returned an earlier tape").require_as_before()
         if any(isinstance(leaf, Tape) for leaf in jax.tree.leaves(aux, is_leaf=lambda x: isinstance(x, Tape))):
             raise TypeError("aux holds a tape, which is of no use outside the program; return (tape, aux) without it")
@@ -254,10 +252,8 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
         raise ValueError(f"{acting}, so that halves of them are not independent. Leave out cross_fit=True.")
     require_weighable(ledger)
     if "discounting" in done and "weighing" in done:
-        raise ValueError(
-            f"tape.discount fades what costs charge choices with, and {done['weighing']} mixes that with pathwise "
-            "derivatives, which do not fade: the two would estimate different gradients. Use likelihood_ratio()."
-        )
+        mixed = f"{done['weighing']} mixes it with pathwise derivatives, which do not fade. Use likelihood_ratio()."
+        raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
     if "baselined" in done:
         warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.

@@ -67,10 +67,8 @@ def perturbation_growth(
         raise ValueError("perturbation_growth needs a state without PRNG keys: give the steps their noise in xs")
     flat, restore = ravel_pytree(state)
     if not (1 <= num <= flat.size and rounds >= 1 and jnp.issubdtype(flat.dtype, jnp.floating)):
-        raise ValueError(
-            f"perturbation_growth needs a state of floating point, a round, and num from 1 to the state's size: got "
-            f"{flat.dtype}, rounds={rounds}, num={num}, size {flat.size}"
-        )
+        found = f"{flat.dtype}, {rounds=}, {num=}, size {flat.size}"
+        raise ValueError(f"perturbation_growth needs floating point, a round, and num from 1 to the size; got {found}")
 
     def move(z, x):
         new = step(restore(z), x)

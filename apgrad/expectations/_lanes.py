@@ -12,10 +12,8 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
             instead = "Broadcast it"
             if jnp.ndim(leaf):
-                instead = (
-                    f"If its {len(leaf)} rows are examples that are lanes, give ap.expectation or ap.value_and_grad "
-                    f"lanes={len(leaf)}, and no data=; if the lanes share it, close over it, or broadcast it"
-                )
+                as_lanes = f"If rows are examples that are lanes, give ap.expectation lanes={len(leaf)}, and no data="
+                instead = f"{as_lanes}; if the lanes share it, close over it, or broadcast it"
             raise ValueError(
                 f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
                 f"leading axis, ({lanes}, ...). {instead} with jnp.broadcast_to(x, (tape.lanes, *x.shape))."

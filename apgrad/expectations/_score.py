@@ -87,18 +87,12 @@ def score(
     require_lanes(what, tape.lanes, {"value": value})
     require_batch(what, tape.lanes, shape)
     if behaviour.shape != shape:
-        raise ValueError(
-            f"{what}: behaviour_log_prob has shape {behaviour.shape}, expected one log-density for each choice, {shape}"
-        )
+        raise ValueError(f"{what}: behaviour_log_prob has shape {behaviour.shape}, expected that of the batch, {shape}")
     if not jnp.issubdtype(behaviour.dtype, jnp.floating) or jnp.finfo(behaviour.dtype).bits < 32:
-        raise TypeError(
-            f"{what}: behaviour_log_prob has dtype {behaviour.dtype}, and its rounding would be an error of every "
-            "weight. Take the log-softmax in float32, log_softmax(logits.astype(jnp.float32))."
-        )
-    reason = (
-        f"{what}: the value depends on what is differentiated, and it is data here: its derivative would be lost. Use "
-        "ap.sample with reparameterization(), or wrap the value in jax.lax.stop_gradient if that is what you mean."
-    )
+        wide = "its rounding would be an error of every weight. Take log_softmax(logits.astype(jnp.float32))."
+        raise TypeError(f"{what}: behaviour_log_prob has dtype {behaviour.dtype}, and {wide}")
+    lost = f"{what}: the value depends on what is differentiated, and it is data here: its derivative would be lost"
+    reason = f"{lost}. Use ap.sample with reparameterization(), or give jax.lax.stop_gradient(value)."
     value, behaviour = refuse_derivative(value, reason), lax.stop_gradient(behaviour)
     if mask is not None:
         mask = jnp.broadcast_to(require_mask(what, mask, shape), shape)

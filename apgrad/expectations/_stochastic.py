@@ -183,11 +183,8 @@ def _parameters(function):
 
 def _require_estimator(what, estimator):
     if isinstance(estimator, ChoiceEstimator):
-        raise TypeError(
-            f"{what}: this estimator looks at a choice's alternatives, and needs what comes after the choice as a "
-            "function: tape, y = ap.choose(tape, distribution, continuation, estimator, *args), where the estimator is "
-            f"{estimator.name}"
-        )
+        instead = "tape, y = ap.choose(tape, distribution, continuation, estimator, *args)"
+        raise TypeError(f"{what}: {estimator.name} needs what comes after the choice as a function: {instead}")
     if not isinstance(estimator, (Estimator, Mixer)):
         raise TypeError(f"{what} takes an estimator, got {estimator!r}. Did you forget the parentheses?")
     require_derivative(what, estimator)

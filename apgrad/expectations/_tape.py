@@ -168,10 +168,8 @@ class Tape:
         """
         ledger = self._require_current("discount")
         if ledger.branches:
-            raise ValueError(
-                "discount inside a branch of tape.parallel: the credit of choices before the fork would fade once for "
-                "each branch. Call it before the fork or after the join."
-            )
+            why = "the credit of choices before the fork would fade once for each branch. Call it before or after it."
+            raise ValueError(f"discount inside a branch of tape.parallel: {why}")
         if jnp.shape(factor) not in ((), (self.lanes,)):
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
         if not meets(factor, lambda f: (f >= 0) & (f <= 1)):
@@ -206,9 +204,7 @@ class Tape:
     def _require_current(self, what: str) -> Ledger:
         ledger = LEDGER.get()
         if ledger is None:
-            raise ValueError(
-                f"{what}: a tape works only inside the program of ap.expectation, not in a custom_vjp's fwd"
-            )
+            raise ValueError(f"{what}: a tape works inside the program of ap.expectation, not in a custom_vjp's fwd")
         if self._stamp != ledger.stamp:
             raise ValueError(
                 f"{what}: this tape was already used, and what was done since would be lost: go on with the tape that "

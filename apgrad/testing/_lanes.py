@@ -50,7 +50,6 @@ def assert_independent_lanes(
         moved = np.where(np.isnan(moved), np.inf, moved)
         lane = int(np.argmax(moved))
         if moved[lane] > rtol * np.max(np.abs(before)):
-            raise AssertionError(
-                f"the cost of lane {lane} moved from {before[lane]} to {after[lane]} when other lanes drew other "
-                "samples: the program lets lanes act on each other (a mean or a normalisation over the leading axis?)"
-            )
+            moved = f"moved from {before[lane]} to {after[lane]} when other lanes drew other samples"
+            why = "the program lets lanes act on each other (a mean or a normalisation over the leading axis?)"
+            raise AssertionError(f"the cost of lane {lane} {moved}: {why}")

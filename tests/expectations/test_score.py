@@ -191,7 +191,7 @@ def test_what_cannot_be_right_is_refused():
     refused(TypeError, "behaviour_log_prob", ap.score, None, COIN, THROWN)  # pyright: ignore[reportCallIssue]
     for error, message, wrong in (
         (ValueError, r"samples of the distribution have \(4,\)", {"value": THROWN[:, None]}),
-        (ValueError, "one log-density for each choice", {"log_prob": HALF[:1]}),
+        (ValueError, "expected that of the batch", {"log_prob": HALF[:1]}),
         (TypeError, "its rounding would be an error of every weight", {"log_prob": HALF.astype(jnp.bfloat16)}),
         (ValueError, "expected the lanes as leading axis", three),
         (ValueError, "expected Booleans", {"mask": THROWN}),

@@ -104,10 +104,8 @@ def _without_lane(inputs):
 
 
 def _refuse(_, message):
-    raise TypeError(
-        "reverse-mode differentiation does not work for lax.while_loop, which a parameter of the node goes through. "
-        "Use lax.scan, or lax.fori_loop with a number of steps that is known"
-    )
+    why = "there is no reverse mode for lax.while_loop, which a parameter of the node goes through"
+    raise TypeError(f"{why}. Use lax.scan, or lax.fori_loop with a number of steps that is known.")
 
 
 _without_message = jax.custom_vjp(lambda x: x)

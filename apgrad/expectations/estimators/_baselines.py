@@ -59,10 +59,8 @@ def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
         raise ValueError(f"{name}: the standardized baseline is biased: use it in likelihood_ratio() of ap.stochastic")
     named = isinstance(baseline, str) and baseline in ("leave_one_out", "standardized")
     if not (named or baseline is None or callable(baseline) or isinstance(baseline, LearnedBaseline)):
-        raise ValueError(
-            f"{name}: baseline must be 'leave_one_out', None, a function of the node's inputs or "
-            f"ap.learned_baseline(function), got {baseline!r}"
-        )
+        wanted = "'leave_one_out', None, a function of the node's inputs or ap.learned_baseline(function)"
+        raise ValueError(f"{name}: baseline must be {wanted}, got {baseline!r}")
 
 
 def is_standardized(baseline: object) -> bool:

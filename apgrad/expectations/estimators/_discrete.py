@@ -90,10 +90,9 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
         discrete = getattr(getattr(one, "support", None), "is_discrete", False)
         mean = getattr(one, "mean", None) if discrete and not one.event_shape else None
         if mean is None or isinstance(one, dist.OrderedLogistic):
-            raise TypeError(
-                f"{what} takes discrete choices of numbers with a mean, and categorical ones; got {type(one).__name__}"
-                ". Use reparameterization() for continuous choices, likelihood_ratio() for any."
-            )
+            wanted = "discrete choices of numbers with a mean, and categorical ones"
+            instead = "Use reparameterization() for continuous choices, likelihood_ratio() for any."
+            raise TypeError(f"{what} takes {wanted}; got {type(one).__name__}. {instead}")
         return jnp.broadcast_to(mean, shape).astype(float_dtype(distribution, float))
 
 
@@ -102,11 +101,9 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
     values = _support(what, distribution)
     shape, number = shape_of_a_sample(distribution), number_of_choices(distribution)
     if number * np.log(max(len(values), 1)) > np.log(MOST_OUTCOMES) + 1e-9:
-        raise ValueError(
-            f"{what}: {number} choices of {len(values)} outcomes each have {len(values)}^{number} joint outcomes, more "
-            f"than {MOST_OUTCOMES}. Use disarm(), rebar() or rloo() for many choices at once, or choose one after the "
-            "other."
-        )
+        found = f"{number} choices of {len(values)} outcomes have {len(values)}^{number} joint outcomes"
+        instead = "Use disarm(), rebar() or rloo() for many choices at once, or choose one after the other."
+        raise ValueError(f"{what}: {found}, more than {MOST_OUTCOMES}. {instead}")
     grid = np.indices((len(values),) * number).reshape(number, len(values) ** number).T
     outcomes = jnp.broadcast_to(values[grid].reshape(len(grid), 1, *shape[1:]), (len(grid), *shape))
     with standard_promotion():

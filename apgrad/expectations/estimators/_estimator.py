@@ -127,10 +127,8 @@ def _returned(estimator, part, found, distribution, key):
 def require_derivative(what: str, estimator: Estimator | Mixer) -> None:
     mixed = estimator.estimators if isinstance(estimator, Mixer) else (estimator,)
     if all(each.pathwise is None and each.score is None for each in mixed):
-        raise ValueError(
-            f"{what}: {estimator.name} has neither pathwise nor score, so that its gradient would be 0 whatever the "
-            "cost. Give it one of them; noise without a gradient is drawn with the key of tape.next_key()."
-        )
+        instead = "Give it one of them; noise without a gradient is drawn with the key of tape.next_key()."
+        raise ValueError(f"{what}: {estimator.name} has neither pathwise nor score: its gradient would be 0. {instead}")
 
 
 def once(name: str, x: jax.Array) -> jax.Array:

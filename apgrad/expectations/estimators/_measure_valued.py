@@ -38,10 +38,7 @@ from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import BERNOULLI, base, number_of_choices, shape_of_a_sample
 
-_SHAPE = (
-    "measure_valued has no derivative with respect to the shape of a gamma distribution, which is no "
-    "simple difference of two densities. Use reparameterization() or likelihood_ratio() for it."
-)
+_SHAPE = "measure_valued does not differentiate the shape of a gamma distribution. Use reparameterization() for it."
 
 
 def measure_valued() -> ChoiceEstimator:
@@ -90,10 +87,8 @@ def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any
         if isinstance(one, kind):
             with standard_promotion():
                 return [(p, r, a.astype(x.dtype), b.astype(x.dtype)) for p, r, a, b in pairs(one, shape, x, key)]
-    raise TypeError(
-        f"measure_valued takes normal, Bernoulli, Poisson and gamma choices, got {type(one).__name__}. Use "
-        "likelihood_ratio() or rloo() for it; where it is continuous, also reparameterization()."
-    )
+    instead = "Use likelihood_ratio() or rloo() for it; where it is continuous, also reparameterization()."
+    raise TypeError(f"measure_valued takes normal, Bernoulli, Poisson and gamma, got {type(one).__name__}. {instead}")
 
 
 def _normal(one, shape, x, key):

@@ -226,10 +226,8 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
     def one_fold(features, suffix):
         number, weights = len(features), weighting.rule(features, suffix)
         if not isinstance(weights, jax.Array | np.ndarray) or weights.shape != (number,):
-            raise ValueError(
-                f"{what}: a rule gives one weight for each of the {number} estimators, an array of shape ({number},), "
-                f"got {describe(weights)}"
-            )
+            wanted = f"one weight for each of the {number} estimators, an array of shape ({number},)"
+            raise ValueError(f"{what}: a rule gives {wanted}, got {describe(weights)}")
         tolerance = 1e-3 if weights.dtype.itemsize >= 4 else 0.02  # rounding, in half precision
         weights = weights.astype(np.promote_types(features.dtype, np.float32))
         wrong = ~(jnp.abs(jnp.sum(weights) - 1) <= tolerance)

@@ -171,7 +171,5 @@ def _row(arrays):
 
 def _require_real(what, arrays):
     if any(map(jnp.iscomplexobj, arrays)):
-        raise TypeError(
-            f"{what}: more than {EXACT} parameters are sketched, and a sketch is of real numbers; got dtypes "
-            f"{sorted({str(x.dtype) for x in arrays})}. Give real and imaginary parts as arrays of their own."
-        )
+        dtypes = f"got dtypes {sorted({str(x.dtype) for x in arrays})}. Give real and imaginary parts as own arrays."
+        raise TypeError(f"{what}: more than {EXACT} parameters are sketched, and a sketch is of real numbers; {dtypes}")

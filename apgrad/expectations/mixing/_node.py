@@ -181,10 +181,8 @@ def _require_mixer(mixer, what, tape, *, by_coordinates):
     given = mixer.weights
     message, contribution = given if isinstance(given, Weights) else (None, None)
     if not (isinstance(message, Weighting) and isinstance(contribution, Weighting | None)):
-        raise TypeError(
-            f"{what}: a mixer's weights are as ap.weights makes them, such as ap.weights.decoupled(), or of a rule of "
-            f"your own ap.weights.Weights(ap.weights.Weighting(rule)); got {given!r}"
-        )
+        own = "or of a rule of your own ap.weights.Weights(ap.weights.Weighting(rule))"
+        raise TypeError(f"{what}: a mixer's weights are as of ap.weights.decoupled(), {own}; got {given!r}")
     channels.declare(tape, what, "weighing")
     adaptive = tape._plan.sites is not None
     if adaptive:

@@ -130,10 +130,8 @@ class _ELBO(numpyro.infer.ELBO):
             raise ValueError(f"variational.elbo: the guide has no site {sorted(absent)}; its sites are {sorted(sites)}")
         for name, site in sites.items():
             if self.num_particles == 1 and _leaves_one_out(site):
-                raise ValueError(
-                    f"variational.elbo: the baseline of {name} is a mean over other lanes, and there is one lane: give "
-                    "lanes=2 or more, or likelihood_ratio(baseline=None)"
-                )
+                alone = f"the baseline of {name} is a mean over other lanes, and there is one lane"
+                raise ValueError(f"variational.elbo: {alone}: give lanes=2, or likelihood_ratio(baseline=None)")
 
 
 def _unfit(estimator: Any) -> str:
