@@ -64,13 +64,10 @@ def mixed(way: WayBack, folds: int, to_x: Streams, gathered: Gathered) -> tuple[
 def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
     mixer, folds, visit, lanes = node.mixer, node.folds, memory.visit, len(to_x.own)
     own = pulled(memory, to_x.own, to_zeros)
-    sent = [(message, True) for message in own]
     # Without a pathwise derivative both streams are answered alike.
     apart = [e for e, estimator in enumerate(mixer.estimators) if folds > 1 and estimator.pathwise is not None]
-    if apart:
-        output = pulled(memory, to_x.output, to_zeros)
-        sent += [(output[e], False) for e in apart]
-    back = to_arguments(node, memory, lanes, sent)
+    output = pulled(memory, to_x.output, to_zeros) if apart else []
+    back = to_arguments(node, memory, lanes, [*own, *(output[e] for e in apart)], len(own))
     by_lane = [answer.features for answer in back.answers[: len(own)]]
     features = jnp.stack([fold(x, folds) for x in by_lane], axis=1)
 

@@ -39,9 +39,7 @@ class NodeMemory(NamedTuple):
     # the estimators' pullback, a pytree of arrays (lanes, ...): mapped over lanes, `(to_x, to_zeros)` -> for each
     # estimator a list with its message to each array of the distribution's parameters, or None for integers.
     pull: Callable[..., Any]
-    # whether each array is differentiated, in three groups: the shared arguments, the arrays closed over, and the
-    # lanes' arguments.
-    perturbed: Static
+    perturbed: Static  # whether each array of `shared` is differentiated, and each one of `lane`
     seed: jax.Array  # the seed of the sketch's signs, a uint32 scalar
     visit: Visit | None  # what `ap.adaptive` knows of this visit of the node; None without it
 
@@ -71,16 +69,15 @@ class ToArguments(NamedTuple):
     of_shared: bool  # whether the target is shared by the lanes; else it is the lanes' own arguments
 
 
-Sent = tuple[list[Any], bool]  # one estimator's messages to the distributions' arrays, and whether features are wanted
-
-
-def to_arguments(traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[Sent]) -> ToArguments:
+def to_arguments(
+    traced: TracedNode, memory: NodeMemory, lanes: int, messages: list[list[Any]], featured: int
+) -> ToArguments:
+    """The way back of messages to the arrays of all lanes' distributions; the first ones, `featured`, have features."""
     shared, structure = jax.tree.flatten(memory.shared)
-    perturbed = memory.perturbed.value
     lane, arguments = jax.tree.leaves(memory.lane), len(memory.shared[0])
-    flags = [*perturbed[0], *perturbed[1]]
-    chosen = [i for i, (x, flag) in enumerate(zip(shared, flags, strict=True)) if flag and is_inexact(x)]
-    moving = [i for i, (x, flag) in enumerate(zip(lane, perturbed[2], strict=True)) if flag and is_inexact(x)]
+    of_shared, of_lane = memory.perturbed.value
+    chosen = [i for i, (x, flag) in enumerate(zip(shared, of_shared, strict=True)) if flag and is_inexact(x)]
+    moving = [i for i, (x, flag) in enumerate(zip(lane, of_lane, strict=True)) if flag and is_inexact(x)]
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), memory.lane)
     program, shapes = trace(traced.build, memory.shared, one_lane)
     floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
@@ -124,16 +121,16 @@ def to_arguments(traced: TracedNode, memory: NodeMemory, lanes: int, messages: S
 
         _, pullback, operands = jax.vjp(exposed, [lane[i] for i in moving], ports, has_aux=True)
         answers = []
-        for wanted, message in zip(wants, messages, strict=True):
+        for number, message in enumerate(messages):
             to_moving, to_uses = pullback([message[i] for i in floats])
             to_lane = place(to_moving, moving, [None] * len(lane))
-            answers.append(AtArguments(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
+            row = features(operands, to_uses, to_lane) if number < featured else None
+            answers.append(AtArguments(to_lane, to_uses, row))
         return answers, operands
 
-    sent, wants = zip(*messages, strict=True)
     made = jax.eval_shape(lambda lane: uses.expose(program, inputs(lane))[2], jax.tree.leaves(one_lane))
     ports = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-    answers, operands = jax.vmap(of_one_lane, (0, None, 0), axis_size=lanes)(lane, ports, sent)
+    answers, operands = jax.vmap(of_one_lane, (0, None, 0), axis_size=lanes)(lane, ports, messages)
 
     def to_shared(to_uses):
         found = uses.gradient(program, inputs(lane), operands, to_uses, lanes)

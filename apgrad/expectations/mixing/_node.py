@@ -67,7 +67,7 @@ def draw_by_mixer(
         output, pull = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
-        flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
+        flags = tuple(tuple(jax.tree.leaves(tree)) for tree in perturbed[:2])
         return (*output, beside(gathered, output)), NodeMemory(shared, lane, pull, Static(flags), seed, visit)
 
     def backward(memory, message):
