@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.arguments import whole
-from apgrad._programs.jaxprs import hoist
 from apgrad.expectations._ports import dice
+from apgrad.expectations.estimators._choice_estimator import fixed
 from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_mean_exp, log_weights, scores
 
 
@@ -51,9 +51,7 @@ def doubly_reparameterized(samples: int) -> Bound:
         z = draw(what, key, proposal, samples)
         weights = log_weights(what, proposal, log_joint, z)
         # The weights as functions of the samples alone: parameters that log_joint closes over are constants.
-        constant_joint, arrays = hoist(log_joint, z)
-        constant = lambda z: constant_joint(z, *lax.stop_gradient(arrays))
-        of_samples = log_weights(what, lax.stop_gradient(proposal), constant, z)
+        of_samples = log_weights(what, lax.stop_gradient(proposal), fixed(log_joint), z)
         others = jax.nn.logsumexp(in_own_place(lax.stop_gradient(of_samples)), axis=1)
         # v_k = w_k / (w_k + sum of the others' w), in which the others are constants.
         share = jax.nn.sigmoid(of_samples - others)
