@@ -137,11 +137,8 @@ def adaptive(
         if not slots:
             trouble = f"{counted.sites[0]} is never visited" if counted.sites else "no node of the program has a mixer"
             raise ValueError(f"{trouble}: ap.adaptive weighs mixers, as ap.total_propagation(). Use ap.value_and_grad")
-        if state is not None and jnp.shape(state.moments) != (2, 2, slots, cells, ROW):
-            raise ValueError(
-                f"the state has moments of shape {jnp.shape(state.moments)}, and this program with these arguments "
-                f"needs (2, 2, {slots}, {cells}, {ROW}). Make the state with init for these arguments."
-            )
+        if state is not None:
+            require_state(np.zeros((2, 2, slots, cells, ROW)), state.moments)
         _, weights, sent = visits(plan)
 
         def once(given):
