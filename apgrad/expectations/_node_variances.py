@@ -114,7 +114,5 @@ def _listen(rule: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
 
 def table(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]).rstrip()
-        for row in cells
-    )
+    rows = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells)
+    return "\n".join("  ".join(row).rstrip() for row in rows)

@@ -311,8 +311,7 @@ def _mean_and_error(samples):
 
 @np.errstate(invalid="ignore", divide="ignore")
 def _row(samples, times, against, cuts=()):
-    seconds = float(np.median(times))
-    n, size = samples.shape
+    seconds, (n, size) = float(np.median(times)), samples.shape
     mean, error = _mean_and_error(samples)
     finite = bool(np.isfinite(samples).all())
     d = np.square(samples - mean).sum(1) * n / (n - 1) if finite else np.full(n, np.inf)
@@ -320,22 +319,20 @@ def _row(samples, times, against, cuts=()):
     share = float(np.sort(d)[-max(1, n // 100) :].sum() / d.sum()) if 0 < variance < math.inf else float(variance > 0)
     # The largest of n squares of normal numbers is about 2 log 2n.
     heavy = not finite or bool(variance > 0 and d.max() > min(max(0.2, 6 * math.log(2 * n) / n), 0.5) * n * variance)
-    bias, off, squared_bias, more, rounding = None, math.nan, math.nan, 0.0, False
-    bound, biased = NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1))), False
+    bias, off, squared_bias, more, biased, rounding = None, math.nan, math.nan, 0.0, False, False
     truth = (n * mean - samples) / (n - 1)
     if against is not None:
         truth, truth_error = _mean_and_error(against)
         bias = mean - truth
         offs = np.where(bias == 0, 0.0, np.abs(bias) / np.hypot(error, truth_error))
-        far = offs > bound
+        far = offs > NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
         rounding = bool(0 < np.linalg.norm(bias[far]) <= ROUNDING * np.linalg.norm(truth))
-        if rounding:
-            bias, offs = np.where(far, 0.0, bias), np.where(far, 0.0, offs)
+        rounded = far & rounding
+        bias, offs = np.where(rounded, 0.0, bias), np.where(rounded, 0.0, offs)
         if finite:
             pairs = min(n, len(against))  # the reference has its own noise
             differences = samples[:pairs] - against[:pairs] if truth_error.any() else samples - truth
-            deviations = np.where(far & rounding, 0.0, differences)
-            leaves = np.split(deviations, cuts, axis=1)
+            leaves = np.split(np.where(rounded, 0.0, differences), cuts, axis=1)
             zeros, level = [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
             chance = _bias.distance(leaves, zeros, level)
             biased = chance.off > chance.bound
@@ -349,6 +346,5 @@ def _row(samples, times, against, cuts=()):
     squared_error = variance if math.isnan(squared_bias) else variance + squared_bias
     uncertainty = math.hypot(float(d.std(ddof=1)) / math.sqrt(n), more) if finite else math.inf
     efficiency = 1 / (squared_error * seconds) if squared_error else math.inf
-    errors = squared_bias, squared_error, uncertainty
-    found = mean, error, bias, off, biased, variance, *errors, cosine, share, heavy, seconds, efficiency, times
-    return Row(*found, rounding)
+    errors = bias, off, biased, variance, squared_bias, squared_error, uncertainty
+    return Row(mean, error, *errors, cosine, share, heavy, seconds, efficiency, times, rounding)
