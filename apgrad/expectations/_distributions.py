@@ -92,17 +92,13 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
         raise TypeError(f"{what} needs a pathwise derivative, and {name} has none: {reason}. Use likelihood_ratio().")
 
     parts = supports.parts_of(distribution)[::-1]  # the innermost first, so that errors name what is at fault
+    has_rsample = getattr(distribution, "has_rsample", hasattr(distribution, "rsample"))
     for part in parts:
         if supports.is_discrete(part, key):
             refuse(f"samples of {type(part).__name__} are discrete, or no floating-point numbers")
-    has_rsample = getattr(distribution, "has_rsample", hasattr(distribution, "rsample"))
-    if has_rsample:
-        for part in parts:
-            if _claims_rsample_by_default(part):
-                refuse(
-                    f"{type(part).__name__} declares no parameters, neither in arg_constraints nor in "
-                    "reparametrized_params, so that its has_rsample says nothing; declare them, or define rsample"
-                )
+        if has_rsample and _claims_rsample_by_default(part):
+            instead = "declare arg_constraints and reparametrized_params, or define rsample"
+            refuse(f"{type(part).__name__} declares no parameters, so that its has_rsample says nothing; {instead}")
     x = _draw(distribution, "rsample" if has_rsample else "sample", key)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         refuse(f"its samples have dtype {x.dtype}")
@@ -113,12 +109,9 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
         univariate = univariate.base_dist
     if not _has_cdf(univariate, x):
         refuse("it has neither rsample nor, as a continuous univariate distribution, a cdf")
-    for part in parts:
+    for part in parts:  # between two intervals a sample would have to jump as the weights of a mixture change
         if not supports.have_one_support(supports.components_of(part)):
-            refuse(
-                f"the supports of the components of {type(part).__name__} are not known to be one fixed interval, and "
-                "between two intervals a sample would have to jump as the weights change"
-            )
+            refuse(f"the supports of the components of {type(part).__name__} are not known to be one fixed interval")
     with standard_promotion():
         for _ in range(3):
             x = x - (zero_with_gradient(univariate.cdf(x)) / jnp.exp(univariate.log_prob(x))).astype(x.dtype)

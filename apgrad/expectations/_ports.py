@@ -62,12 +62,8 @@ def _once(why: str, instead: str) -> Callable[[jax.Array, jax.Array], jax.Array]
     return node(first_order(charge, wrong))
 
 
-charge_shaped = _once(
-    "a shaped cost has no second derivative: what it charges is a linearization", "tape.cost without shaping"
-)
-_charge_score = _once(
-    "the standardized baseline has no second derivative: what it charges is no cost", "the leave-one-out baseline"
-)
+charge_shaped = _once("a shaped cost has no second derivative, since it is linearized", "tape.cost without shaping")
+_charge_score = _once("the standardized baseline has no second derivative", "the leave-one-out baseline")
 
 
 def _fade_exponent(factor, p):  # the expectation of exp(p) - 1 stays 0 in every derivative

@@ -14,7 +14,7 @@ from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, require_derivative, surrogate
-from apgrad.expectations.mixing._node import Charge, draw_batch_by_mixer, draw_by_mixer
+from apgrad.expectations.mixing._node import draw_batch_by_mixer, draw_by_mixer
 
 
 def stochastic(
@@ -72,7 +72,6 @@ def stochastic(
                 distributions.require_distribution(what, made)
                 return made
 
-            charges: list[Charge]
             if isinstance(estimator, Mixer):
                 tape, x, charges = draw_by_mixer(tape, estimator, what, name, distribution, axes, args, keys)
             else:
@@ -132,7 +131,6 @@ def sample(
     tape, key = tape.next_key()
     if (known := getattr(distribution, "batch_shape", None)) is not None:
         require_batch(what, tape.lanes, tuple(known))  # before NumPyro or JAX meet other shapes than these
-    charges: list[Charge]
     if isinstance(estimator, Mixer):
         tape, x, charges = draw_batch_by_mixer(tape, estimator, what, distribution, key)
     else:
