@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
-from apgrad._ground.keys import again
+from apgrad._ground.keys import again, hashed
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
@@ -183,13 +184,19 @@ def _waits(slot: Slot, copies: bool) -> bool:
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
-    """A key for each slot that is sampled: the words of the one before, plus a constant."""
-    data, keys = jax.random.key_data(key), {}
-    # The barriers hide how many constants were added: so slots of one shape have equal operations, compiled once.
+    """A key for each slot that is sampled, each hashed from the one before."""
+    keys = {}
     for i in (i for i, slot in enumerate(made.slots) if slot.how == "sampled"):
-        data = jax.lax.optimization_barrier(data + jnp.uint32(0x9E3779B9))
-        keys[i] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+        keys[i] = key = _next_key(key)
     return keys
+
+
+@jax.jit
+def _next_key(key: jax.Array) -> jax.Array:
+    # A reduction, which XLA fuses into no user: so slots of one shape have equal operations, and are compiled once.
+    words = jax.random.key_data(hashed(key, jnp.arange(2)))
+    words = jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (0,))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
 
 
 # Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
