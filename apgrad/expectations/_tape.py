@@ -168,8 +168,10 @@ class Tape:
         """
         ledger = self._require_current("discount")
         if ledger.branches:
-            why = "the credit of choices before the fork would fade once for each branch. Call it before or after it."
-            raise ValueError(f"discount inside a branch of tape.parallel: {why}")
+            raise ValueError(
+                "discount inside a branch of tape.parallel: the credit of choices before the fork would fade once for "
+                "each branch. Call it before the fork or after the join."
+            )
         if jnp.shape(factor) not in ((), (self.lanes,)):
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
         if not meets(factor, lambda f: (f >= 0) & (f <= 1)):

@@ -116,8 +116,9 @@ def randomize(
                 )
             elif boundaries is not None and False not in of_blocks:
                 warn(
-                    "boundaries have no effect: but for arguments, no input of jax.checkpoint blocks without a policy "
-                    f"has min_size={min_size} entries. Checkpoint parts of the function, or leave boundaries out."
+                    "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and "
+                    f"no block has such an input of at least min_size={min_size} entries that is no argument of the "
+                    "function. Put jax.checkpoint around a part of the function, or leave boundaries out."
                 )
             return plan
 

@@ -159,8 +159,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             programs[m] = lowered.compile()
             seconds[m]["trace"].append(traced - start)
             seconds[m]["compile"].append(time.process_time() - traced)
-            kept = lowered.compile(compiler_options=BARRIERS)
-            memory[m] = int(kept.memory_analysis().temp_size_in_bytes)
+            kept: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
+            memory[m] = int(kept.temp_size_in_bytes)
     calls = {m: lambda p=program: p(jax.random.key(seed), *arguments) for m, program in programs.items()}
     for m, steps in take_turns(calls, config.runs).items():
         seconds[m]["step"] = steps.tolist()
