@@ -92,9 +92,7 @@ def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
             return None
         taken = {*contracted[number], *batch[number]}
         free = [a for a in range(eqn.invars[number].aval.ndim) if a not in taken]
-        before = len(batch[0])
-        if number == 1:
-            before += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
+        before = len(batch[0]) if number == 0 else eqn.invars[0].aval.ndim - len(contracted[0])
         return before + free.index(axis)
     return None
 

@@ -65,7 +65,7 @@ def expose(program: Program, inputs: Values, ports: Any = None) -> tuple[list[An
 def replay(program: Program, inputs: Values, operands: Arrays) -> list[Any]:
     walk = _Replay(operands)
     walk.run(program, _without_lane(inputs))
-    return walk.made
+    return walk.found
 
 
 def sketch(program: Program, inputs: Values, operands: Arrays, messages: Arrays, signs: Arrays) -> jax.Array:
@@ -81,7 +81,7 @@ def sketch(program: Program, inputs: Values, operands: Arrays, messages: Arrays,
         if "forward-mode" not in str(error):  # of a function with a reverse-mode rule alone
             raise
     else:
-        return walk.total
+        return walk.found
     return inner(gradient(program, inputs, operands, messages), signs)
 
 
@@ -157,13 +157,9 @@ class _Walk:
     def _scan(self, inside, values):
         program, (consts, carried, _) = inside.jaxprs[0], inside.counts
         before, carry, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
-        heads = program.jaxpr.invars[consts : consts + carried]
+        heads, outs = program.jaxpr.invars[consts : consts + carried], program.jaxpr.outvars
         # What a step hands on as it got it does not change.
-        still = [
-            head is out and c.kind != ValueKind.LANE
-            for head, out, c in zip(heads, program.jaxpr.outvars[:carried], carry, strict=True)
-        ]
-        moving = [i for i in range(carried) if not still[i]]
+        moving = [i for i, c in enumerate(carry) if heads[i] is not outs[i] or c.kind == ValueKind.LANE]
 
         def inputs(values, x):
             return [*before, *place(values, moving, carry), *x]
@@ -213,34 +209,39 @@ class _Expose(_Walk):
 
 
 class _Replay(_Walk):
-    def __init__(self, operands):
-        self.operands, self.made = iter(operands), []
+    def __init__(self, *of_uses):
+        self.of_uses, self.found = zip(*of_uses, strict=True), []
 
     def of_lanes(self, eqn, values):
         return [None] * len(eqn.outvars)
 
-    def arrays(self, values):
+    def arrays(self, values, operands):
         """The arrays that a use takes: views as they are now, values of the lane as they were in `expose`."""
-        lane = iter(next(self.operands))
+        lane = iter(operands)
         return [next(lane) if value.kind == ValueKind.LANE else value.array for value in values]
 
     def use(self, function, values, eqn=None):
-        outputs = function(*self.arrays(values))
-        self.made.append([x for x in outputs if is_inexact(x)])
+        outputs = function(*self.arrays(values, *next(self.of_uses)))
+        self.found.append([x for x in outputs if is_inexact(x)])
         return [None] * len(outputs)
 
     def blocked(self, function, values, eqn):
-        self.made.append(next(self.operands))
+        self.found.extend(next(self.of_uses))
         return [None] * len(eqn.outvars)
 
     def loop(self, inside, program, inputs, moving, carry, xs):
-        def step(arrays, operands):
-            inner = _Replay(operands)
-            inner.run(program, inputs(carry, [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)]))
-            return inner.made
+        def step(arrays, signs, *of_uses):
+            walk = type(self)(*of_uses)
+            given = [Value(v.kind, a, of_step(v.signs, s)) for v, a, s in zip(xs, arrays, signs, strict=True)]
+            walk.run(program, inputs(carry, given))
+            return walk.found
 
-        self.made.append(jax.vmap(step, axis_size=inside.length)([v.array for v in xs], next(self.operands)))
+        arrays, signs = [value.array for value in xs], [of_steps(value.signs, inside.length) for value in xs]
+        self.add_steps(jax.vmap(step, axis_size=inside.length)(arrays, signs, *next(self.of_uses)))
         return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
+
+    def add_steps(self, found):
+        self.found.append(found)
 
 
 class _ComplexError(Exception):
@@ -254,8 +255,8 @@ def _require_real(arrays):
 
 class _Sketch(_Replay):
     def __init__(self, operands, messages):
-        super().__init__(operands)
-        self.messages, self.total = iter(messages), jnp.zeros(NUMBER, jnp.float32)
+        super().__init__(operands, messages)
+        self.found = jnp.zeros(NUMBER, jnp.float32)
 
     def of_views(self, eqn, values, kind):
         outputs = super().of_views(eqn, values, kind)
@@ -270,10 +271,11 @@ class _Sketch(_Replay):
         return place([outputs[i]._replace(signs=s) for i, s in zip(chosen, signs, strict=True)], chosen, outputs)
 
     def use(self, function, values, eqn=None):
-        messages, arrays = next(self.messages), self.arrays(values)
+        operands, messages = next(self.of_uses)
+        arrays = self.arrays(values, operands)
         _require_real(messages)
         shapes = jax.eval_shape(lambda *arrays: list(function(*arrays)), *arrays)
-        self.total = self.total + self._of_use(function, values, arrays, eqn, messages, shapes)
+        self.found = self.found + self._of_use(function, values, arrays, eqn, messages, shapes)
         return [None] * len(shapes)
 
     def _of_use(self, function, values, arrays, eqn, messages, shapes):
@@ -288,20 +290,11 @@ class _Sketch(_Replay):
         return inner(messages, _derivatives(function, values, arrays, chosen))
 
     def blocked(self, function, values, eqn):
-        next(self.messages)
-        return super().blocked(function, values, eqn)
+        next(self.of_uses)
+        return [None] * len(eqn.outvars)
 
-    def loop(self, inside, program, inputs, moving, carry, xs):
-        def step(arrays, signs, operands, messages):
-            inner = _Sketch(operands, messages)
-            given = [Value(v.kind, a, of_step(v.signs, s)) for v, a, s in zip(xs, arrays, signs, strict=True)]
-            inner.run(program, inputs(carry, given))
-            return inner.total
-
-        arrays, signs = [value.array for value in xs], [of_steps(value.signs, inside.length) for value in xs]
-        totals = jax.vmap(step, axis_size=inside.length)(arrays, signs, next(self.operands), next(self.messages))
-        self.total = self.total + jnp.sum(totals, axis=0)
-        return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
+    def add_steps(self, found):
+        self.found = self.found + jnp.sum(found, axis=0)
 
 
 def _tagged(value):
