@@ -204,11 +204,9 @@ def _means(state, lengths, lanes):
 def require_state(own: Any, given: Any) -> None:
     form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
     if form(own) != form(given):
-        shapes = [jax.tree.map(jnp.shape, tree) for tree in (given, own)]
-        raise ValueError(
-            f"the state is that of other arguments or another window: it has shapes {shapes[0]}, and these need "
-            f"{shapes[1]}. Make the state with init for these arguments."
-        )
+        found, needed = (jax.tree.map(jnp.shape, tree) for tree in (given, own))
+        shapes = f"it has shapes {found}, and these need {needed}. Make it with init for these arguments."
+        raise ValueError(f"the state is that of other arguments or another window: {shapes}")
 
 
 def _log_square(tree):

@@ -70,8 +70,7 @@ def _require_apart(run, keys, ports):
         branch += eqn.params.get("reason") == begin
         if any(made.get(v, branch) != branch for v in eqn.invars if not isinstance(v, Literal)):
             raise ValueError(
-                "a branch of tape.parallel uses a value that was made inside another branch, whose choices would not "
-                "be charged with the costs that depend on it. Return the value as the branch's output and use it after "
-                "the join, or make it before the fork."
+                "a branch of tape.parallel uses a value made inside another branch, whose choices do not pay for it: "
+                "return it as the branch's output and use it after the join, or make it before the fork"
             )
         made |= dict.fromkeys(eqn.outvars, branch)

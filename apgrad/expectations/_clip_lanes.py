@@ -122,10 +122,5 @@ def _backward(memory, message):
     return jax.tree.map(answer, message), counts, None, None, None
 
 
-_clip = node(
-    first_order(
-        Propagator(lambda x, counts, *rest: (x, rest), _backward),
-        "clip_lanes has no second derivative: what it sends back is no derivative where it cuts, and differentiating "
-        "that would be silently wrong. Leave it out of what is differentiated twice; use it for first derivatives.",
-    )
-)
+_ONCE = "clip_lanes has no second derivative, since what it cuts is none: use it for first derivatives alone"
+_clip = node(first_order(Propagator(lambda x, counts, *rest: (x, rest), _backward), _ONCE))

@@ -306,10 +306,10 @@ def _claims_rsample_by_default(part) -> bool:
 
 
 def _has_cdf(distribution, x) -> bool:
-    if getattr(distribution, "event_shape", ()) != () or not callable(getattr(distribution, "cdf", None)):
+    univariate = getattr(distribution, "event_shape", ()) == () and callable(getattr(distribution, "cdf", None))
+    # Of a folded distribution NumPyro's cdf would forget one of the two sides.
+    if not univariate or any(supports.folds(part) for part in supports.parts_of(distribution)):
         return False
-    if any(supports.folds(part) for part in supports.parts_of(distribution)):
-        return False  # NumPyro's cdf would forget one of the two sides
     try:
         jax.eval_shape(distribution.cdf, x)
     except NotImplementedError:

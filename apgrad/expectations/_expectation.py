@@ -26,11 +26,6 @@ from apgrad.expectations._programs.marks import count_marks
 from apgrad.expectations._score import require_weighable
 from apgrad.expectations._tape import Tape
 
-_AUX = (
-    "aux has no derivative in a program with {}: a sample there brings its derivative by the costs after it, and that "
-    "of aux would lack it. Give what you differentiate to tape.cost, or wrap aux in jax.lax.stop_gradient."
-)
-
 
 def expectation(
     program: Callable[..., Any],
@@ -94,7 +89,8 @@ def expectation(
             evaluate = in_two_streams(evaluate, mixer)
         value, aux = evaluate(key, args, kwargs)
         if charging := ledger.declared.get("scoring"):
-            aux = refuse_message(aux, _AUX.format(charging))
+            why = f"aux has no derivative in a program with {charging}, where costs alone see that of a sample"
+            aux = refuse_message(aux, f"{why}. Give it to tape.cost, or wrap aux in jax.lax.stop_gradient.")
         return (value, aux) if has_aux else value
 
     objective.__name__ = getattr(program, "__name__", "objective")

@@ -75,14 +75,12 @@ def standard_score(x: jax.Array, folds: int) -> jax.Array:
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
+    found = f"a cost must have shape ({lanes},), one value a lane, got {shape}"
     if len(shape) > 1 and shape[0] == shape[1] == lanes:
         return (
-            f"a cost must have shape ({lanes},), one value a lane, got {shape}: two axes of the lanes. A function of "
-            "ap.stochastic may have got all lanes' values: its first argument is shared by the lanes, as parameters "
-            "are. Where it is not, say so, as in in_axes=(0, 0). If the second axis is another one, sum over it."
+            f"{found}: two axes of the lanes. A function of ap.stochastic may have got all lanes' values: its first "
+            "argument is shared by the lanes, as parameters are. Where it is not, say so, as in in_axes=(0, 0). If the "
+            "second axis is another one, sum over it."
         )
-    return (
-        f"a cost must have shape ({lanes},), one value a lane, got {shape}. Sum over the other axes, and leave "
-        "the mean over lanes to ap.expectation; for costs of independent parts of a lane, (lanes, parts), make "
-        "the nodes with parts=True."
-    )
+    instead = "Sum over the other axes, and leave the mean over lanes to ap.expectation"
+    return f"{found}. {instead}; for costs of independent parts, (lanes, parts), make the nodes with parts=True."

@@ -93,8 +93,7 @@ def multilevel(
     number("the window of multilevel", window, positive=True)
     numeric = not isinstance(levels, str) and not any(isinstance(level, str) for level in levels)
     if not (numeric and len(levels) >= 2 and window >= 1 and meets(levels, lambda x: ~np.isnan(x))):
-        found = f"{levels}, window={window}"
-        raise ValueError(f"multilevel needs two levels, which are numbers, and a window of at least 1, got {found}")
+        raise ValueError(f"multilevel needs two levels, which are numbers, and window >= 1, got {levels}, {window=}")
     keep = 1 - 1 / window
 
     def differences(key, args):

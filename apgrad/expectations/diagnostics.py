@@ -102,8 +102,7 @@ class Comparison(NamedTuple):
         elements = next(iter(self.rows.values())).mean.size
         of_all = f"; norm and squares over {elements} elements" if elements > 1 else ""
         how = f"{self.num_estimates} estimates each{of_all}; efficiency relative to the best; ms without compiling"
-        lines = [table(cells), how]
-        return "\n".join(lines + [f"{name}: refused, {why}" for name, why in self.refused.items()])
+        return "\n".join([table(cells), how, *(f"{name}: refused, {why}" for name, why in self.refused.items())])
 
 
 def compare(

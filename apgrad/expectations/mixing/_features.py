@@ -140,10 +140,7 @@ def to_arguments(
 
 
 def empty_target(what: str) -> str:
-    return (
-        f"{what} weighs its estimators by their gradients of a target, and the target is empty: what is "
-        "differentiated of the node's arguments has no elements"
-    )
+    return f"{what} weighs by gradients of a target, and the target is empty: no differentiated argument has elements"
 
 
 def suffix_width(shared: Sequence[Any]) -> int:

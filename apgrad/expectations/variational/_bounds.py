@@ -42,11 +42,9 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
     with distributions.standard_promotion():
         density = jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
     if joint.shape != density.shape:
-        raise ValueError(
-            f"{what}: log_joint returned shape {joint.shape} for samples of shape {z.shape}, whose log-density under "
-            f"the proposal has shape {density.shape}. They must be the same, (samples, *batch): sum log_joint over "
-            "what is one event, and declare the proposal's event by .to_event."
-        )
+        found = f"{joint.shape} for samples of shape {z.shape}, whose log-density has shape {density.shape}"
+        instead = "They must be the same: sum over what is one event, and declare the proposal's event by .to_event."
+        raise ValueError(f"{what}: log_joint returned shape {found}. {instead}")
     with distributions.standard_promotion():
         return joint - density
 
