@@ -11,7 +11,8 @@ import numpy as np
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
-    Under `vmap` both the gradient of each copy, and the gradient of the mean over the copies.
+    Under `vmap` both the gradient of each copy, and the gradient of the sum over the copies. The first argument of the
+    second copy is 63/64 of the first copy's, so that what mixes copies is found.
 
     Args:
       function: `(*args) -> scalar`, deterministic (bind its key), differentiated with respect to the first argument.
@@ -27,8 +28,10 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
       >>> ap.testing.assert_transformable(ap.node(ap.backpropagation(jnp.sin)), jnp.array(1.0))
     """
     both = jax.value_and_grad(function)
-    expected = both(*args)
-    zero = jnp.zeros_like(expected[0])
+    own = both(*args)
+    copies = [(nearby(args[0], number), *args[1:]) for number in range(2)]
+    lanes = stacked([own, both(*copies[1])])
+    zero = jnp.zeros_like(own[0])
 
     def scanned(*args):
         return jax.lax.scan(lambda total, _: (total + function(*args), None), zero, length=3)[0] / 3
@@ -39,39 +42,44 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     def branched(*args):
         return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), *args)
 
-    def twice(args):
-        return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
-
-    def batched(*args):
-        return jax.tree.map(lambda x: x[1], jax.vmap(both)(*twice(args)))
-
-    def summed(*args):
-        return jnp.mean(jax.vmap(function)(*twice(args)))
+    def summed(*batch):
+        return jnp.sum(jax.vmap(function)(*batch))
 
     variants = {
         "jit": both,
         "checkpoint": jax.value_and_grad(jax.checkpoint(function)),
         "scan": jax.value_and_grad(scanned),
         "cond": jax.value_and_grad(branched),
-        "vmap": batched,
+        "while_loop": lambda *args: (looped(*args), own[1]),
+        "vmap": jax.vmap(both),
         "the gradient of a sum over vmap": jax.value_and_grad(summed),
-        "while_loop": lambda *args: (looped(*args), expected[1]),
     }
+    expected = dict.fromkeys(variants, own)
+    expected |= {"vmap": lanes, "the gradient of a sum over vmap": (jnp.sum(lanes[0]), lanes[1])}
 
-    def each(*args):
+    def each(args, batch):
         found = {}
         for name, variant in variants.items():
             try:
-                found[name] = variant(*args)
+                found[name] = variant(*(batch if "vmap" in name else args))
             except Exception as error:
                 error.add_note(f"under {name}")
                 raise
         return found
 
     # One program for all, since compiling is what takes long.
-    got = jax.jit(each)(*args)
+    got = jax.jit(each)(args, stacked(copies))
     for name in variants:
-        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(
-                np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol, err_msg=f"under {name}"
-            )
+        for pair in zip(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), strict=True):
+            a, b = (np.asarray(x, np.promote_types(x.dtype, np.float64)) for x in pair)
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=f"under {name}")
+
+
+def nearby(tree: Any, number: int) -> Any:
+    """The tree, with floating-point numbers that are 1/64 smaller for each further copy, so that copies differ."""
+    kind = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jax.tree.map(lambda x: x * (1 - number / 64) if number and kind(x) else x, tree)
+
+
+def stacked(trees: list) -> Any:
+    return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(leaf) for leaf in x]), *trees)

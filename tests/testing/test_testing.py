@@ -130,6 +130,27 @@ def test_what_a_transformation_changes_is_named():
     refused(AssertionError, "under jit", ap.testing.assert_transformable, impure, jnp.float32(1.0))
 
 
+def square_with_a_batching_rule(rule):
+    """|z|^2, whose gradient is right but under `vmap`."""
+    slope = jax.custom_batching.custom_vmap(lambda z, g: 2 * jnp.conj(z) * g)
+    slope.def_vmap(lambda size, batched, z, g: (rule(z) * g, True))
+    square = jax.custom_vjp(lambda z: jnp.abs(z) ** 2)
+    square.defvjp(lambda z: (jnp.abs(z) ** 2, z), lambda z, g: (slope(z, g),))
+    return square
+
+
+def test_a_batching_rule_that_mixes_copies_or_drops_imaginary_parts_is_found():
+    right, real, mean = map(
+        square_with_a_batching_rule,
+        (lambda z: 2 * jnp.conj(z), lambda z: 2 * jnp.real(z) + 0 * z, lambda z: 2 * jnp.mean(z) + 0 * z),
+    )
+    for square, z in ((real, jnp.array(1 + 2j)), (mean, jnp.float32(2.0))):
+        refused(AssertionError, "under vmap", ap.testing.assert_transformable, square, z)
+        ap.testing.assert_transformable(right, z)
+    estimate = lambda key, z: jax.grad(mean)(z) + jax.random.normal(key)
+    not_certified("FAIL  vmap        other estimates, by", estimate, jnp.square, 2.0, num_estimates=1000)
+
+
 def independent(estimator, couple, scan):
     """A program of lanes that act on each other by `couple(x)`, through a body that JAX caches."""
 
