@@ -47,14 +47,15 @@ def perturbation_growth(
 
     Args:
       step: `(state, x) -> state`, of one lane, without randomness: the noise may be in `xs`.
-      state: a pytree of floating-point arrays, where the trajectory begins.
+      state: a pytree of float32 or float64 arrays, where the trajectory begins.
       xs: inputs of the steps, with the steps as leading axis, as in `lax.scan`.
       length: the number of steps, without `xs`.
       num: how many singular values are found.
       rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2.
 
     Raises:
-      ValueError: for a `num` that is not from 1 to the state's size, no steps, or a step that changes the state's form.
+      ValueError: for a `num` that is not from 1 to the state's size, no steps, a step that changes the state's form, or
+        a state that holds anything else: integers and keys, which a perturbation would round, and half precision.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -62,13 +63,22 @@ def perturbation_growth(
       >>> round(float(growth.exponents[0]), 2)     # the logistic map: ln 2
       0.69
     """
-    kinds = {jnp.result_type(x) for x in jax.tree.leaves(state)}
-    if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
-        raise ValueError("perturbation_growth needs a state without PRNG keys: give the steps their noise in xs")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 32:
+            raise ValueError(
+                f"perturbation_growth needs a state of float32 or float64, without PRNG keys and counters: "
+                f"state{jax.tree_util.keystr(path)} has dtype {dtype}. Give the steps their noise and numbers in xs, "
+                "convert half precision by x.astype(jnp.float32), and bind constants"
+            )
+    if xs is None and length is None:
+        raise ValueError("perturbation_growth needs the number of steps: give length, or the steps' inputs, xs")
     flat, restore = ravel_pytree(state)
-    if not (1 <= num <= flat.size and rounds >= 1 and jnp.issubdtype(flat.dtype, jnp.floating)):
-        found = f"{flat.dtype}, {rounds=}, {num=}, size {flat.size}"
-        raise ValueError(f"perturbation_growth needs floating point, a round, and num from 1 to the size; got {found}")
+    if not (1 <= num <= flat.size and rounds >= 1):
+        raise ValueError(
+            f"perturbation_growth needs a round, and num from 1 to the state's size: got rounds={rounds}, num={num}, "
+            f"size {flat.size}"
+        )
 
     def move(z, x):
         new = step(restore(z), x)

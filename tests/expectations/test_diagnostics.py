@@ -317,6 +317,11 @@ def test_growth_neither_overflows_nor_needs_full_rank():
     ):
         refused(ValueError, words, diagnostics.perturbation_growth, step, jnp.zeros(2), **options)
     refused(ValueError, "without PRNG keys", diagnostics.perturbation_growth, lambda x, _: x, (W[0], KEY), length=3)
+    # A float32 would round these, or qr does not take them.
+    for other in (jax.random.key_data(KEY), jnp.int32(2**24), jnp.zeros(1, jnp.bfloat16), jnp.complex64(1)):
+        words = rf"without .*state\['n'\] has dtype {other.dtype}.*in xs"
+        refused(ValueError, words, diagnostics.perturbation_growth, lambda x, _: x, {"n": other, "x": W}, length=3)
+    refused(ValueError, "give length", diagnostics.perturbation_growth, lambda x, _: x, W[0])
 
 
 def test_variances_of_one_node_have_closed_forms():
