@@ -10,6 +10,7 @@ from jax.experimental import io_callback
 
 from apgrad.expectations._expectation import expectation
 from apgrad.expectations.estimators._total_propagation import total_propagation
+from apgrad.expectations.mixing._node import Numbered
 from apgrad.expectations.weights import Weighting, Weights, decoupled, per_step_inverse_variance
 
 
@@ -57,7 +58,7 @@ def node_variances(
       weights: how total propagation mixes.
 
     Raises:
-      ValueError: for a program without a node that has this estimator.
+      ValueError: for a program without a node that has this estimator, or with such a node of `ap.sample`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -75,13 +76,14 @@ def node_variances(
 
     def record(message: Weighting, contribution: Weighting | None):
         records = []
-        listening = Weights(message._replace(rule=_listen(message.rule, records)), contribution)
+        listening = Weights(message._replace(rule=Numbered(_listen(message.rule, records))), contribution)
         objective = expectation(build(total_propagation(weights=listening)), lanes)
         jax.block_until_ready(jax.jit(jax.grad(objective, argnums=1))(key, *args))
         jax.effects_barrier()
         if not records:
             raise ValueError("no node weighed its estimators: the gradient must pass through ap.stochastic(estimator)")
-        shares, scales, variances = (np.stack(x).astype(np.float64) for x in zip(*reversed(records), strict=True))
+        records.sort(key=lambda record: record[0])  # they come in whatever order the messages let them
+        shares, scales, variances = (np.stack(x).astype(np.float64) for x in list(zip(*records, strict=True))[1:])
         variances = np.where(np.isfinite(scales), variances * scales**2, np.inf)
         return shares, variances * lanes**2 / (lanes - 1)
 
@@ -91,9 +93,9 @@ def node_variances(
 
 
 def _listen(rule: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
-    """The same rule, which also sends the host weights, and the estimators' and the mixture's scales and variances."""
+    """The same rule, which sends the host the node's number, weights, and the scales and variances of all gradients."""
 
-    def listening(gradients, suffix):
+    def listening(number, gradients, suffix):
         weights = rule(gradients, suffix)
         w = weights[:, None, None]
         rows = jnp.concatenate([gradients, jnp.where(w == 0, 0, w * gradients).sum(0)[None]])
@@ -106,8 +108,8 @@ def _listen(rule: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
             records.append([np.array(x) for x in found])
             return np.zeros((), weights.dtype)
 
-        # The messages depend on the callback's answer: nodes before this one are heard after it.
-        return weights + io_callback(append, jax.ShapeDtypeStruct((), weights.dtype), weights, scale, variance)
+        # The messages depend on the callback's answer, so that it is no call that can be left out.
+        return weights + io_callback(append, jax.ShapeDtypeStruct((), weights.dtype), number, weights, scale, variance)
 
     return listening
 

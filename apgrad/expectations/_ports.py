@@ -39,6 +39,7 @@ class Arithmetic(NamedTuple):
     # `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
     fades: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     adds: bool = True  # whether branches add up what they do to the port; else it is after them as it was before
+    threads: bool = False  # whether instead each branch begins with what the branch before it left
 
     @property
     def carries_costs(self) -> bool:
@@ -93,4 +94,6 @@ RAW = Arithmetic(False, _as_it_is, jnp.multiply)
 # No message: numbers that the tape brings to its nodes, and that stay as they are.
 CONSTANT = Arithmetic(adds=False)
 
+# How many nodes were passed before: a node's number in the order of the program.
+NUMBER = Port("number", (), Arithmetic(threads=True), jnp.int32)
 SEED = Port("seed", (), CONSTANT, jnp.uint32)  # for hashes: one for the whole of a program's call

@@ -345,6 +345,45 @@ def test_variances_along_a_chain_come_in_the_order_of_the_program():
     assert len(str(found).splitlines()) == 1 + length
 
 
+def in_loops(pay, tape, theta):
+    steps = lambda tape, row: jax.lax.scan(lambda tape, n: (pay(tape, theta, n), None), tape, row)
+    return pay(jax.lax.scan(steps, tape, jnp.array([[1.0, 2.0], [3.0, 4.0]]))[0], theta, 5.0)
+
+
+def in_calls(pay, tape, theta):
+    tape = jax.lax.cond(theta > 0, lambda t: pay(t, theta, 1.0), lambda t: t, tape)
+    return pay(jax.checkpoint(lambda tape: pay(tape, theta, 2.0))(tape), theta, 3.0)
+
+
+def in_branches(pay, tape, theta):
+    branch = lambda n: lambda tape: (pay(tape, theta, n), None)
+    return pay(tape.parallel(branch(1.0), branch(2.0))[0], theta, 3.0)
+
+
+@pytest.mark.parametrize("nodes", [in_loops, in_calls, in_branches])
+def test_variances_come_in_the_order_of_the_program_where_nodes_do_not_depend_on_each_other(nodes):
+    def build(estimator):
+        draw = ap.stochastic(estimator)(lambda theta, n: dist.Normal(theta * n, 1.0))
+
+        def pay(tape, theta, n):
+            tape, x = draw(tape, theta, jnp.full(tape.lanes, n))
+            return tape.cost(x**2 / 2)
+
+        return lambda tape, theta: nodes(pay, tape, theta)
+
+    found = diagnostics.node_variances(build, 2000, KEY, 1.0, weights=ap.weights.inverse_variance())
+    for variances in (found.rp, found.tp_rp):  # of n x, where x has variance 1
+        deviations = np.sqrt(variances * 2000)
+        np.testing.assert_allclose(deviations, np.arange(1, len(deviations) + 1), rtol=0.05)
+
+
+def test_nodes_that_weigh_each_coordinate_have_no_variance_of_their_own():
+    def build(estimator):
+        return paid(lambda tape, theta: ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 1.0), estimator))
+
+    refused(ValueError, "use ap.stochastic", diagnostics.node_variances, build, 10, KEY, 1.0)
+
+
 def test_mixing_pays_where_perturbations_grow():
     found = diagnostics.node_variances(lambda e: chain(e, 8), 1000, KEY, 3.0)
     assert (found.tp <= np.minimum(found.tp_rp, found.lr) * 1.01).all()

@@ -42,6 +42,7 @@ class NodeMemory(NamedTuple):
     perturbed: Static  # whether each array of `shared` is differentiated, and each one of `lane`
     seed: jax.Array  # the seed of the sketch's signs, a uint32 scalar
     visit: Visit | None  # what `ap.adaptive` knows of this visit of the node; None without it
+    number: jax.Array | None  # the node's number in the order of the program, for a rule that is `Numbered`
 
 
 def pulled(memory: NodeMemory, to_x: jax.Array, to_zeros: list[jax.Array]) -> list[list[Any]]:

@@ -5,8 +5,9 @@ costs; this file, which draws one sample and keeps each estimator's pullback; `_
 the messages of both streams; `_backward.py`, the backward pass; and `_features.py`, what weights look at.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._cross_fitting import at_hand, both_streams, weighing_node
-from apgrad.expectations._ports import SEED, Port
+from apgrad.expectations._ports import NUMBER, SEED, Port
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
@@ -27,6 +28,15 @@ from apgrad.expectations.mixing._features import NodeMemory, TracedNode, suffix_
 from apgrad.expectations.weights import Weighting, Weights, decoupled
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
+
+
+class Numbered(NamedTuple):
+    """A rule of the message that is given the node's number in the order of the program, an int32 scalar, first."""
+
+    rule: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+    def __call__(self, gradients: jax.Array, suffix: jax.Array) -> jax.Array:
+        raise ValueError("this node weighs each coordinate by itself: use ap.stochastic with target='arguments'")
 
 
 def draw_by_mixer(
@@ -62,23 +72,32 @@ def draw_by_mixer(
     # The functions of the node hold what they need of the tape: the program is traced twice, each time with another.
     traced = TracedNode(mixer, what, build, tape._plan.folds)
     tape, visit = channels.visit(tape, what)
+    rule, number = mixer.weights.message.rule, None
+    if isinstance(rule, Numbered):
+        number = channels.request(tape, NUMBER, what)
+        tape = channels.put(tape, NUMBER, None if number is None else number + 1, what)
 
-    def forward(shared, lane, keys, seed, visit, gathered, perturbed):
+    def forward(shared, lane, keys, seed, visit, number, gathered, perturbed):
         output, pull = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in perturbed[:2])
-        return (*output, beside(gathered, output)), NodeMemory(shared, lane, pull, Static(flags), seed, visit)
+        memory = NodeMemory(shared, lane, pull, Static(flags), seed, visit, number)
+        return (*output, beside(gathered, output)), memory
 
     def backward(memory, message):
         to_x, to_zeros, gathered = message
         shared = lane = None
         if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
             streams = both_streams(to_x, traced.folds)
-            way = (ways.by_arguments if at_arguments else ways.by_coordinates)(traced, memory, streams, to_zeros)
+            here = traced
+            if isinstance(rule, Numbered) and at_arguments:
+                message = mixer.weights.message._replace(rule=functools.partial(rule.rule, memory.number))
+                here = traced._replace(mixer=mixer._replace(weights=mixer.weights._replace(message=message)))
+            way = (ways.by_arguments if at_arguments else ways.by_coordinates)(here, memory, streams, to_zeros)
             shared, both, gathered = ways.mixed(way, traced.folds, streams, gathered)
             lane = at_hand(both, traced.folds)
-        return shared, lane, None, None, None, gathered
+        return shared, lane, None, None, None, None, gathered
 
     ports: dict[str, Port] = {}
     # The port is asked for in both traces of the program, which may differ in what the function closes over.
@@ -90,7 +109,7 @@ def draw_by_mixer(
         ports["rows"] = channels.visits(tape._plan).rows
     gathered = ways.Gathered(**{key: channels.request(tape, asked, what) for key, asked in ports.items()})
     x, zeros, gathered = weighing_node(mixer.name, Propagator(forward, backward), perturbed=True)(
-        (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, gathered
+        (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, number, gathered
     )
     for key, asked in ports.items():
         tape = channels.put(tape, asked, getattr(gathered, key), what)
