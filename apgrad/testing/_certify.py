@@ -96,7 +96,8 @@ def certify(
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
       batch_size: how many estimates are computed at once.
-      rtol: how far estimates may differ between compilations, relative to the largest element, or the mean size of all.
+      rtol: how far estimates may differ between compilations, relative to each array's largest element or mean
+        size; and by ten float32 roundings of the largest of all arrays, since an array of zeros may be such roundings.
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
 
     Raises:
@@ -148,7 +149,7 @@ def certify(
             checks += _unbiased("order two", curvature, _exactly(jax.hessian(truth), args), resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     # Few estimates are compared, and all of them may be zero but for rounding.
-    usual = _largest(jax.tree.map(lambda x: np.mean(np.abs(x), axis=0), samples))
+    usual = jax.tree.map(lambda x: _largest(np.mean(np.abs(x), axis=0)), samples)
     checks += _transformations(estimate, args, keys, functools.partial(_same, rtol=rtol, usual=usual), order)
     certain = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
     checks.append(_keys(estimate, args, keys[0], key_reuse, samples, certain))
@@ -237,13 +238,19 @@ def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
         yield same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes)
 
 
-def _same(name: str, function, expected, *, rtol: float, usual: float) -> Check:
+def _same(name: str, function, expected, *, rtol: float, usual: Any) -> Check:
     try:
         got = jax.tree.map(np.asarray, function())
     except Exception as error:  # whatever a transformation raises is the finding
         return Check(name, False, f"raises {type(error).__name__}: {_first_line(error)}")
-    scale = max(_largest(expected), usual, np.finfo(np.float32).tiny)
-    far = _largest(jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), got, expected)) / scale
+    floor = max(bias.ROUNDING / rtol * max(_largest(expected), _largest(usual)), np.finfo(np.float32).tiny)
+
+    def far_of(most, a, b):  # `a` and `b` are trees where they are derivatives of a leaf
+        distances = jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), a, b)
+        pairs = zip(jax.tree.leaves(distances), jax.tree.leaves(b), strict=True)
+        return max((_largest(d) / max(_largest(x), most, floor) for d, x in pairs), default=0.0)
+
+    far = max(jax.tree.leaves(jax.tree.map(far_of, usual, got, expected)), default=0.0)
     same = bool(far <= rtol)
     return Check(name, same, "the same" if same else f"other estimates, by {far:.2g} of the largest")
 

@@ -245,6 +245,18 @@ def test_estimates_that_are_zero_but_for_rounding_are_the_same():
     assert ap.testing.certify(mostly_zero, THETA, THETA, key=key, num_estimates=20_000, resolution=0.2).passed
 
 
+def test_a_small_array_that_a_transformation_changes_is_found_and_roundings_of_zero_are_not():
+    def estimate(under_vmap):
+        small = jax.custom_batching.custom_vmap(lambda x: 0 * x + 2.0 * (under_vmap < 0))
+        small.def_vmap(lambda size, batched, x: (0 * x + under_vmap, True))
+        return lambda key, p: {"a": 2e5 * p["a"] * (1 + 0.01 * jax.random.normal(key)), "b": small(p["b"])}
+
+    exact, theta = lambda p: 1e5 * p["a"] ** 2, {"a": 1.0, "b": 1.0}
+    wrong = lambda p: exact(p) + p["b"] ** 2
+    not_certified("FAIL  vmap        other estimates, by", estimate(-2.0), wrong, theta, num_estimates=1000)
+    ap.testing.certify(estimate(1e-2), {"a": 2e5, "b": 0.0}, theta, num_estimates=1000)
+
+
 def test_what_is_no_function_of_its_key_is_named():
     calls = []
 
