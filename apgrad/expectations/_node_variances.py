@@ -15,10 +15,14 @@ from apgrad.expectations.weights import Weighting, Weights, decoupled, per_step_
 
 
 class NodeVariances(NamedTuple):
-    """The variance of each node's contribution to the gradient, in the order of the program: arrays (nodes,).
+    """The variance of each node's gradient of its own target, in the order of the program: arrays (nodes,).
 
-    These are variances of the mean over lanes, summed over the target's elements, as the gradient's own variance is. A
-    target of more than 16 numbers is sketched, which keeps them on average.
+    A node's target is what is differentiated of its own arguments (`Mixer.target`). Where these are not the program's
+    first argument but made of it, as in `step(tape, 10 * theta, x)`, the chain rule's factor, here 10, is not in the
+    variances: do not compare nodes whose factors differ, or nodes with the variance of the program's gradient.
+
+    These are variances of the mean over lanes, summed over the target's elements. A target of more than 16 numbers is
+    sketched, which keeps them on average.
 
     Attributes:
       rp: the variance of reparameterization, where reparameterization alone is sent back.
@@ -38,7 +42,7 @@ class NodeVariances(NamedTuple):
         cells: list[Sequence[str]] = [("node", "RP", "LR", "RP within TP", "TP", "weight of LR")]
         for i in np.unique(np.linspace(0, len(self.rp) - 1, min(len(self.rp), 20)).astype(int)):
             cells.append((str(i + 1), *(f"{x[i]:.2g}" for x in self[:4]), f"{self.weight[i]:.2f}"))
-        return table(cells)
+        return f"{table(cells)}\nvariances of gradients of each node's own arguments"
 
 
 def node_variances(
@@ -48,13 +52,13 @@ def node_variances(
     *args: Any,
     weights: Weights = decoupled(),  # noqa: B008 (a tuple)
 ) -> NodeVariances:
-    """The variances of both estimators, node by node.
+    """The variances of both estimators' gradients of each node's own arguments, node by node.
 
     Args:
       build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.
       lanes: how many lanes there are, as in `ap.expectation`.
       key: a PRNG key.
-      *args: the program's arguments after the tape, of which the first is differentiated, the target.
+      *args: the program's arguments after the tape, of which the first is differentiated.
       weights: how total propagation mixes.
 
     Raises:

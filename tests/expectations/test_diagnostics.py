@@ -342,7 +342,7 @@ def test_variances_along_a_chain_come_in_the_order_of_the_program():
     exact = theta ** (2 * (length - t)) * s**2 * (theta ** (2 * (t - 1)) - 1) / (theta**2 - 1)
     np.testing.assert_allclose(found.rp * lanes, exact, rtol=0.05, atol=1e-9)
     assert (found.lr > found.rp).all() and (found.weight < 0.1).all()
-    assert len(str(found).splitlines()) == 1 + length
+    assert len(str(found).splitlines()) == 2 + length
 
 
 def in_loops(pay, tape, theta):
@@ -382,6 +382,16 @@ def test_nodes_that_weigh_each_coordinate_have_no_variance_of_their_own():
         return paid(lambda tape, theta: ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 1.0), estimator))
 
     refused(ValueError, "use ap.stochastic", diagnostics.node_variances, build, 10, KEY, 1.0)
+
+
+def test_variances_are_of_each_nodes_own_arguments_as_the_table_says():
+    def scaled(estimator):
+        draw = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 0.5))
+        return paid(lambda tape, theta: draw(tape, 10 * theta), jnp.square)
+
+    found = diagnostics.node_variances(scaled, 10_000, KEY, 0.15)
+    np.testing.assert_allclose(found.rp * 10_000, [1.0], rtol=0.05)  # of 2 x, without the factor 10 of the chain rule
+    assert str(found).endswith("of each node's own arguments")
 
 
 def test_mixing_pays_where_perturbations_grow():
