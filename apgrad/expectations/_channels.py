@@ -15,7 +15,7 @@ from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others, require_mask
 from apgrad.expectations._ledger import Doing, Mark, TapePlan, differs
-from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, STANDARDIZED, Port, dice
+from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, RAW_FOR_OTHERS, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import is_standardized
 
@@ -65,7 +65,7 @@ def credit(
     charged = Port("plain", shape, PLAIN)
     if others and not living:
         charged = Port("standardized", shape, STANDARDIZED) if standardized else Port("baselined", shape, BASELINED)
-    raw = Port("raw", shape, RAW)
+    raw = Port("others", shape, RAW_FOR_OTHERS) if living else Port("raw", shape, RAW)
     asked = {charged, raw} if learn or living else {charged}
     if ledger.collecting:
         ledger.ports |= asked

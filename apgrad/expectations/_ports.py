@@ -72,6 +72,7 @@ def _fade_exponent(factor, p):  # the expectation of exp(p) - 1 stays 0 in every
 
 
 def _less_others(cost, shaped, p, folds):
+    # A shaped message is made of the moments of the other lanes: theirs depend on this lane's sample.
     return 0 if shaped else dice(0, p, lax.stop_gradient(mean_of_others(cost, folds)))
 
 
@@ -83,6 +84,10 @@ def _as_it_is(cost, shaped, p, folds):
     return lax.stop_gradient(cost) * p
 
 
+def _unless_shaped(cost, shaped, p, folds):
+    return 0 if shaped else _as_it_is(cost, shaped, p, folds)
+
+
 # The costs after a choice, less the mean of the other lanes' costs.
 BASELINED = Arithmetic(True, _less_others, _fade_exponent)
 # The costs after a choice. A node with a baseline of its own takes it off itself.
@@ -91,6 +96,8 @@ PLAIN = Arithmetic(True, None, _fade_exponent)
 STANDARDIZED = Arithmetic(False, _in_standard_scores, jnp.multiply)
 # The raw cost-to-go, to any order, undisturbed by baselines, for a node to do with what it likes.
 RAW = Arithmetic(False, _as_it_is, jnp.multiply)
+# The same of costs that are not shaped, for a node to make the baselines of other lanes of.
+RAW_FOR_OTHERS = Arithmetic(False, _unless_shaped, jnp.multiply)
 # No message: numbers that the tape brings to its nodes, and that stay as they are.
 CONSTANT = Arithmetic(adds=False)
 

@@ -1,5 +1,7 @@
 """Gaussian shaping and resampling: exact where the state is Gaussian and the cost quadratic."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,32 @@ def test_the_shaped_message_is_the_published_formula(x64):
         square = np.outer(d, d) - 50 / 49 * np.cov(others.T)
         wanted.append((to_mean + 2 * to_covariance @ (others.mean(0) - mean)) @ d + np.sum(to_covariance * square))
     np.testing.assert_allclose(50 * message, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_a_mask_that_masks_nothing_changes_no_shaped_gradient(x64):
+    """A shaped message is a difference from the other lanes: a lane's own sample is in all of them, so no baseline."""
+    rule = ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.4, 0.6], gradients.dtype))
+    half = ap.Mixer("half", (ap.reparameterization(), ap.likelihood_ratio()), ap.weights.Weights(rule))
+
+    nodes = [
+        ap.stochastic(estimator)(lambda theta, x: dist.Normal(0.9 * x + theta, 0.3 + 0.1 * theta))
+        for estimator in (ap.likelihood_ratio(), half)
+    ]
+
+    def walk(tape, theta, masked):
+        mask = {"mask": jnp.ones(4, bool)} if masked else {}
+
+        def body(carry, _):
+            for node in nodes:
+                carry = node(carry[0], theta, carry[1], **mask)
+            return carry, None
+
+        (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones((4, 2))), length=2)
+        return tape.cost(quadratic, x, shaping=ap.gaussian_shaping()).cost(jnp.sum(x, axis=-1))
+
+    gradients = [ap.grad(functools.partial(walk, masked=masked), 4) for masked in (False, True)]
+    without, within = jax.jit(lambda: [gradient(KEY, 0.7) for gradient in gradients])()
+    np.testing.assert_allclose(within, without, rtol=1e-12)
 
 
 def test_arrays_that_the_cost_closes_over_get_their_gradient():
