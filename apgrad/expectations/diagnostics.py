@@ -291,7 +291,7 @@ def _short(x: float, digits: int = 1) -> str:
 
 
 def _form(tree):
-    return str(jax.tree.map(np.shape, tree))
+    return str(jax.tree.map(lambda x: f"complex {np.shape(x)}" if np.iscomplexobj(x) else np.shape(x), tree))
 
 
 def _real(tree):

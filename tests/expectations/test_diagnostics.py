@@ -203,6 +203,7 @@ def test_bad_comparisons():
         ({"rounds": 0}, "a round and 2 estimates"),
         ({"truth": np.zeros(2), "num_estimates": 10}, r"has the form \(\), the truth \(2,\)"),
         ({"truth": [0.0], "num_estimates": 10}, r"has the form \(\), the truth \[\(\)\]"),
+        ({"truth": 3j, "num_estimates": 10}, r"has the form \(\), the truth complex \(\)"),
     ):
         refused(ValueError, words, diagnostics.compare, {"a": lambda key, x: x}, KEY, 0.0, **options)
 
