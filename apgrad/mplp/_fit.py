@@ -68,7 +68,7 @@ def fit(
     Raises:
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
         that are not standardized where a pretrained rule was trained on such; if the network's predictions for the
-        first minibatch are not the model's; for a measure without a held-out batch.
+        first minibatch are not the model's; for a measure without a held-out batch, or of more than a number.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
@@ -114,7 +114,10 @@ def fit(
     def judge(params, batch):
         if measure is None:
             return network.mean_loss(params, batch)
-        return measure(network.predict(params, batch[0]), batch[1])
+        value = measure(network.predict(params, batch[0]), batch[1])
+        if (shape := jax.tree.map(jnp.shape, value)) != ():
+            raise ValueError(f"measure must return one number, of shape (), got {shape}: give its mean, by jnp.mean")
+        return value
 
     def look():
         for i, value in enumerate(jax.device_get(losses[-every:]), max(0, len(losses) - every)):
