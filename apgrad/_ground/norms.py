@@ -1,5 +1,7 @@
 """The Euclidean norm of pytrees, and pytrees scaled to it, where squares, sums and inverses may overflow or vanish."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -35,13 +37,18 @@ def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
 
 def widened(tree: Any) -> list[jax.Array]:
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-    dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
+    dtype = _widest(x.dtype for x in leaves)
     return [x.astype(dtype) for x in leaves]
 
 
 def real_dtype(tree: Any) -> Any:
     """The widest real dtype of a pytree's arrays and float32, in which their lengths are taken."""
-    return np.result_type(np.float32, *(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)))
+    return _widest(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree))
+
+
+def _widest(dtypes: Iterable[Any]) -> Any:
+    # One by one, from float32, with which NumPy promotes both half types; it does not promote them with each other.
+    return functools.reduce(np.promote_types, dtypes, np.dtype(np.float32))
 
 
 def largest(sizes: list[jax.Array]) -> jax.Array:

@@ -102,6 +102,11 @@ def test_no_length_overflows_or_vanishes(dtype, size, rtol):
         assert counts.tolist() == [1, 0] and got.all()
 
 
+def test_both_half_types_are_one_message():
+    messages = {name: (1 + jnp.arange(LANES, dtype=name) ** 2)[:, None] for name in ("bfloat16", "float16")}
+    np.testing.assert_allclose(sent_back(messages)[0], formula(messages)[0], rtol=1e-2)
+
+
 def test_a_traced_factor_that_is_not_positive_is_seen():
     def program(tape, x, factor):
         tape, x = ap.clip_lanes(tape, x, factor)
