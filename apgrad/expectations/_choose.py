@@ -108,6 +108,7 @@ def choose(
         _warn_of_a_batch(what, program, x.shape[: x.ndim - events])
         return tape, form
     y = jax.vmap(lambda x, *lane: continuation(x, *lane)[1])(seen(x), *args)
+    distributions.require_unrounded(f"{what} that hands a value on", distribution, x)
     zero = distributions.guarded(what, distribution, distributions.score(what, distribution, x))
     b = baselines.evaluate(baseline, None, (distribution,))
     return channels.credit(tape, zero, name=what, of_choose=True, **b), y

@@ -79,6 +79,17 @@ def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Arra
         return lax.stop_gradient(widened(distribution).sample(key))
 
 
+def require_unrounded(what: str, distribution: Any, x: jax.Array) -> None:
+    """Refuses rounded samples where the score is at the sample itself: see `before_rounding`."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+        return
+    if not any(supports.is_discrete(part, jax.random.key(0)) for part in supports.parts_of(distribution)):
+        raise TypeError(
+            f"{what}: samples of {type(distribution).__name__} in {x.dtype} are rounded, and the score at a rounded "
+            "sample is biased. Give the distribution parameters in float32, and round its samples where they are used."
+        )
+
+
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 

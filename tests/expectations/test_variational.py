@@ -144,6 +144,18 @@ def test_an_impossible_sample_does_not_spoil_the_bounds_of_a_discrete_choice():
             assert jnp.isfinite(gradient[possible]).all()
 
 
+def test_a_score_at_a_rounded_sample_is_refused():
+    def chosen(key, distribution, _):
+        return ap.expectation(lambda tape: ap.choose(tape, distribution, lambda x: (0.0, x), ap.rloo(2))[0], 4)(key)
+
+    words = r"samples of Gamma in b?float16 are rounded.*in float32, and round its samples where"
+    for dtype, way in itertools.product(("bfloat16", "float16"), (chosen, V.leave_one_out(2), V.vimco(2))):
+        ones = jnp.ones(4, dtype)
+        of = lambda distribution, way=way: lambda key: way(key, distribution, lambda z: jnp.zeros(z.shape[:2]))
+        refused(TypeError, words, jax.eval_shape, of(dist.Gamma(ones, ones)), KEY)
+        jax.eval_shape(of(dist.Bernoulli(logits=ones)), KEY)  # no sample of a coin is rounded
+
+
 def test_bounds_have_a_value_for_each_member_of_the_batch_and_refuse_other_shapes():
     bound = V.doubly_reparameterized(4)
     proposal = dist.Normal(jnp.zeros((5, 2)), 1.0).to_event(1)

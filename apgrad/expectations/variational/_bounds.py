@@ -32,6 +32,7 @@ def draw(what: str, key: jax.Array, proposal: Any, samples: int, *, pathwise: bo
 
 def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
     """Zeros with the derivative of the log-density of each sample, (samples, *batch), while the samples stay fixed."""
+    distributions.require_unrounded(what, proposal, z)
     zeros = jax.vmap(lambda z: distributions.score(what, proposal, z))(z)
     return distributions.guarded(what, proposal, zeros)
 

@@ -280,6 +280,7 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 fixed = not isinstance(base(site["fn"]), numpyro.distributions.Delta)
                 if prefix == "guide " and drawn is not None and (drawn.zero is not None or (elbo.sticking and fixed)):
                     # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
+                    distributions.require_unrounded(name, site["fn"], site["value"])
                     score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
                     score = distributions.guarded(name, site["fn"], score)
                     free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
