@@ -121,12 +121,13 @@ def message_sizes(results: Results) -> tuple[str, bool]:
     found = {name: seeds for name, seeds in results.items() if name.startswith("k = ")}
     words, means = [], {}
     for share in dict.fromkeys(name.partition(", ")[2] for name in found):
-        sizes = {name.partition(", ")[0]: seeds for name, seeds in found.items() if name.endswith(share)}
+        sizes = {name.partition(", ")[0]: seeds for name, seeds in sorted(found.items()) if name.endswith(share)}
         errors = {size: [seed["mean"] for seed in seeds.values()] for size, seeds in sizes.items()}
-        means[share] = list(map(statistics.fmean, errors.values()))
+        means[share] = {size: statistics.fmean(each) for size, each in errors.items()}
         words.append(f"{share}: " + ", ".join(f"{k} {' and '.join(f'{e:.4f}' for e in v)}" for k, v in errors.items()))
-    by_size = all(each == sorted(each, reverse=True) for each in means.values())
-    by_sharing = all(own < shared for own, shared in zip(means["shared: none"], means["shared: all"], strict=True))
+    by_size = all([*each.values()] == sorted(each.values(), reverse=True) for each in means.values())
+    own = means.pop("shared: none")
+    by_sharing = all(own[k] < shared[k] for shared in means.values() for k in own.keys() & shared.keys())
     return "; ".join(words), by_size and by_sharing
 
 
