@@ -73,17 +73,19 @@ def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Arra
     E[f(round(y)) score(round(y))] is not: of a normal distribution with the scale s it is too large by the fraction
     d^2 / (12 s^2), where d is the distance between neighbouring numbers of half precision.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+    if not _is_half(x):
         return x
     with standard_promotion():
         return lax.stop_gradient(widened(distribution).sample(key))
 
 
+def _is_half(x):
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+
+
 def require_unrounded(what: str, distribution: Any, x: jax.Array) -> None:
     """Refuses rounded samples where the score is at the sample itself: see `before_rounding`."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
-        return
-    if not any(supports.is_discrete(part, jax.random.key(0)) for part in supports.parts_of(distribution)):
+    if _is_half(x) and not any(supports.is_discrete(p, jax.random.key(0)) for p in supports.parts_of(distribution)):
         raise TypeError(
             f"{what}: samples of {type(distribution).__name__} in {x.dtype} are rounded, and the score at a rounded "
             "sample is biased. Give the distribution parameters in float32, and round its samples where they are used."
