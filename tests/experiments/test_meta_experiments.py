@@ -153,7 +153,7 @@ def test_bad_options_are_refused():
         (outer_training, {"rule": ("BPTT",)}, r"rule are of \['reverse mode', .*got \['BPTT'\]"),
         (mplp_sinusoid, {"runs": 1}, "runs must be at least 2"),
         (mplp_sinusoid, {"sizes": ()}, r"sizes must be at least 1, got \(\)"),
-        (mplp_sinusoid, {"sharing": ("some",)}, r"sharing are of \['none', 'all'\], got \['some'\]"),
+        (mplp_sinusoid, {"sharing": ("some",)}, r"sharing are of \['none', 'networks', 'all'\], got \['some'\]"),
     ):
         refused(ValueError, words, module.Config, **options)
 
