@@ -41,14 +41,13 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
             ledger.rehearsing = False
             del ledger.sites[met:]
     total, outputs = tape._total, []
-    added = {port for port, p in tape._ports.items() if port.arithmetic.adds and not port.arithmetic.threads}
-    ports = {port: (1 - len(branches)) * p if port in added else p for port, p in tape._ports.items()}
+    ports = {port: (1 - len(branches)) * p if port.arithmetic.adds else p for port, p in tape._ports.items()}
     for index, branch_key in enumerate(keys):
         begin = {port: ports[port] if port.arithmetic.threads else p for port, p in tape._ports.items()}
         end, output = run(index, branch_key, begin)
         total = jax.tree.map(jnp.add, total, end._total)
-        ports = {port: p + end._ports[port] if port in added else p for port, p in ports.items()}
-        ports |= {port: end._ports[port] for port in ports if port.arithmetic.threads}
+        ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
+        ports |= {port: p for port, p in end._ports.items() if port.arithmetic.threads}
         outputs.append(output)
     return tape._follow(key, total, ports), tuple(outputs)
 

@@ -52,13 +52,14 @@ def require_distribution(what: str, distribution: Any) -> None:
 
 def widened(distribution: Any) -> Any:
     """The distribution with parameters of float32 at least: uniform numbers in bfloat16 are multiples of 1/128."""
-
-    def is_half(x):
-        return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(jnp.result_type(x)).bits < 32
-
-    if not any(map(is_half, jax.tree.leaves(distribution))):
+    if not any(map(_is_half, jax.tree.leaves(distribution))):
         return distribution
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_half(x) else x, distribution)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if _is_half(x) else x, distribution)
+
+
+def _is_half(x) -> bool:
+    dtype = jnp.result_type(x)
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def sample(distribution: Any, key: jax.Array) -> jax.Array:
@@ -77,10 +78,6 @@ def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Arra
         return x
     with standard_promotion():
         return lax.stop_gradient(widened(distribution).sample(key))
-
-
-def _is_half(x):
-    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
 
 
 def require_unrounded(what: str, distribution: Any, x: jax.Array) -> None:

@@ -39,7 +39,8 @@ class Arithmetic(NamedTuple):
     # `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
     fades: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     adds: bool = True  # whether branches add up what they do to the port; else it is after them as it was before
-    threads: bool = False  # whether instead each branch begins with what the branch before it left
+    # Whether each branch begins with what the branch before it left, and what comes after with what the last one left.
+    threads: bool = False
 
     @property
     def carries_costs(self) -> bool:
@@ -102,5 +103,5 @@ RAW_FOR_OTHERS = Arithmetic(False, _unless_shaped, jnp.multiply)
 CONSTANT = Arithmetic(adds=False)
 
 # How many nodes were passed before: a node's number in the order of the program.
-NUMBER = Port("number", (), Arithmetic(threads=True), jnp.int32)
+NUMBER = Port("number", (), Arithmetic(adds=False, threads=True), jnp.int32)
 SEED = Port("seed", (), CONSTANT, jnp.uint32)  # for hashes: one for the whole of a program's call

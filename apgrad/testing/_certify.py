@@ -218,9 +218,10 @@ def _variance(samples, claimed) -> Check:
 
 def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
     singles = [keys[number] for number in range(len(keys))]
-    expected = stacked([estimate(key, *args) for key in singles])
-    copies = [(nearby(args[0], number), *args[1:]) for number in range(len(keys))]
-    lanes = stacked([estimate(key, *copy) for key, copy in zip(singles, copies, strict=True)])
+    own = [estimate(key, *args) for key in singles]
+    expected, copies = stacked(own), [(nearby(args[0], number), *args[1:]) for number in range(len(keys))]
+    others = [estimate(key, *copy) for key, copy in zip(singles[1:], copies[1:], strict=True)]
+    lanes = stacked([own[0], *others])  # the first copy is the arguments themselves
 
     def scanned(keys, *args):
         return jax.lax.scan(lambda carry, key: (carry, estimate(key, *args)), None, keys)[1]
