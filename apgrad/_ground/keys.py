@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def is_key(x: Any) -> bool:
@@ -28,21 +29,27 @@ def again(key: jax.Array) -> jax.Array:
 
 
 def hashed(key: jax.Array, numbers: Any) -> jax.Array:
-    """A key for each number, an array of integers: `jax.random.fold_in` by a hash that compiles and runs in no time.
+    """A key for each number, an array of integers: `jax.random.fold_in` by a hash that compiles and runs in no time."""
+    size = jax.random.key_data(key).size
+    places = jnp.asarray(numbers).astype(jnp.uint32)[..., None] * np.uint32(size) + np.arange(size, dtype=np.uint32)
+    words = mixed(key, places)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
 
-    Words of the key are put in by an exclusive or and mixed (lowbias32, C. Wellons, "Prospecting for hash functions",
-    2018), a bijection of 32 bits: so the words of different numbers differ for certain.
+
+def mixed(key: jax.Array, numbers: jax.Array) -> jax.Array:
+    """A random word for each number: the exclusive or of a hash with each of the key's words.
+
+    The hash is lowbias32 (C. Wellons, "Prospecting for hash functions", 2018). Where optimization barriers are dropped
+    the reduction stands for one: XLA does not mix again at each entry of what the words are used for, and words of one
+    shape, whatever the key comes from, are compiled once.
     """
     data = jax.random.key_data(key)
-    index = jnp.asarray(numbers).astype(jnp.uint32)[..., None] * data.size + jnp.arange(data.size, dtype=jnp.uint32)
-    mixed = index * jnp.uint32(0x9E3779B9)
-    for word in data:
-        mixed = mixed ^ word
-        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x7FEB352D)
-        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x846CA68B)
-        mixed = mixed ^ (mixed >> 16)
-    # With a barrier, or a compiler mixes again at each entry of all that the keys are used for.
-    return jax.random.wrap_key_data(jax.lax.optimization_barrier(mixed), impl=jax.random.key_impl(key))
+    places = np.arange(data.size, dtype=np.uint32) * np.uint32(0x85EBCA6B)
+    words = (numbers.astype(jnp.uint32) * np.uint32(0x9E3779B9))[..., None] + places ^ data
+    words = (words ^ (words >> 16)) * np.uint32(0x7FEB352D)
+    words = (words ^ (words >> 15)) * np.uint32(0x846CA68B)
+    words = jax.lax.reduce(words ^ (words >> 16), np.uint32(0), jax.lax.bitwise_xor, (words.ndim - 1,))
+    return jax.lax.optimization_barrier(words)
 
 
 def _raw_shape() -> tuple[int, ...]:

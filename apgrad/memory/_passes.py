@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from apgrad._ground.keys import again, hashed
@@ -24,6 +23,8 @@ from apgrad.memory._samplers import Sampler, restored
 from apgrad.memory._slots import CoefficientUse, Slot
 
 Function = Callable[..., Any]
+_NEXT = 2**28  # the number of the next slot's key, beyond those of words and steps, before those of nested programs
+_next_key = jax.jit(hashed)  # traced once
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
     "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
@@ -187,16 +188,8 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
     """A key for each slot that is sampled, each hashed from the one before."""
     keys = {}
     for i in (i for i, slot in enumerate(made.slots) if slot.how == "sampled"):
-        keys[i] = key = _next_key(key)
+        keys[i] = key = _next_key(key, _NEXT)
     return keys
-
-
-@jax.jit
-def _next_key(key: jax.Array) -> jax.Array:
-    # A reduction, which XLA fuses into no user: so slots of one shape have equal operations, and are compiled once.
-    words = jax.random.key_data(hashed(key, jnp.arange(2)))
-    words = jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (0,))
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
 
 
 # Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.

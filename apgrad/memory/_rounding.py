@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import whole
-from apgrad._ground.keys import hashed
+from apgrad._ground.keys import mixed
 
 GROUP = 128
 Memory = tuple[jax.Array, ...]
@@ -69,10 +69,13 @@ class Rounding:
         ones = 2**half - 1
         low = bits(low / 4)  # to which a negative number's last bits add: away from zero
         low = (low + jnp.where(low < 0, ones, 0).astype(integer)) & ~ones
-        points = jnp.maximum(2**self.bits - 1 - spoilt.astype(rows.dtype), 1)
-        scale = jnp.maximum((high / 4 - jax.lax.bitcast_convert_type(low, rows.dtype)) / points, float(limits.tiny))
+        most = 2**self.bits - 1
+        share = jnp.where(spoilt, 1 / max(most - 1, 1), 1 / most).astype(rows.dtype)
+        scale = jnp.maximum((high / 4 - jax.lax.bitcast_convert_type(low, rows.dtype)) * share, float(limits.tiny))
         scale = jax.lax.shift_right_logical(bits(scale) + ones, jnp.asarray(half, integer))
-        word = jax.lax.optimization_barrier(low | scale | spoilt.astype(integer) << (half - 1))
+        # A sum of its halves, since XLA repeats no reduction wherever a word is used.
+        word = (low | scale | spoilt.astype(integer) << (half - 1)) & np.array([~ones, ones], integer)
+        word = jax.lax.optimization_barrier(jnp.sum(word, axis=1, keepdims=True, dtype=integer))
         low, scale, spoilt = _grid_of(word)
         return (rows / 4 - low) / scale, bad, scale, spoilt, word
 
@@ -160,10 +163,8 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     sum breaks what relates four places (Patrascu & Thorup, "The power of simple tabulation hashing", 2012).
     """
     rows, columns = shape
-    words = jax.random.key_data(hashed(key, jnp.arange(rows + columns)))
-    # A key's words make one, by a reduction: other operations XLA would repeat at each entry of a row.
-    words = jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (1,))
-    bits = words[:rows, None] + words[rows : rows + columns]
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)  # the first step of lowbias32, as in `hashed`
+    words = mixed(key, jnp.arange(rows + columns))
+    bits = words[:rows, None] + words[rows:]
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)  # the first step of lowbias32, as in `mixed`
     numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
     return numbers.astype(dtype) - (1 - 2.0**-24)
