@@ -20,7 +20,8 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
     """Layers send the output's message, through fixed random weights, to their inputs.
 
     So a layer that is taken changes what the layers *before* it learn, not itself: to teach the first of two layers
-    directly, name the second. The output must be one array (..., outputs), with the leading axes of the layers' inputs.
+    directly, name the second. The output must be one array (..., outputs), with the leading axes of the layers' inputs:
+    (examples, 1), if it is one number for each example.
 
     Args:
       key: the PRNG key of the random weights, which are normal.
@@ -53,6 +54,12 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
             raise ValueError(
                 f"direct feedback alignment needs one output, with the leading axes of the input of {site}; got "
                 f"{site.result}. Leave the loss outside of the function, and state too, or the layer out (where=)."
+            )
+        if output.shape == x.shape[:1] != (1,) and x.ndim > 1:
+            raise ValueError(
+                f"the output seems one number for each of {x.shape[0]} examples, which the input of {site} has too: "
+                f"each layer would hear the errors of all examples. Keep its last axis, {(*output.shape, 1)}. (Give a "
+                "function of one example a leading axis of 1, at its input and its output.)"
             )
         return output.shape[:-1], output.shape[-1], x.shape[output.ndim - 1 :]
 

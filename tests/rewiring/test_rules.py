@@ -180,6 +180,23 @@ def test_sites_that_a_rule_is_not_for():
         refused(ValueError, words, call)
 
 
+def test_direct_feedback_does_not_take_the_examples_for_the_outputs():
+    """An output of one number for each example, without its last axis: messages were mixtures of the examples'."""
+    direct, one = rewiring.direct_feedback_alignment(KEY), [*WS[:2], WS[2][:, :1]]
+    shapes = lambda f, *args: {n: b.shape for n, b in jax.eval_shape(ap.rewire(f, direct).init, *args).items()}
+    layer = lambda w, x: jnp.tanh(x @ w)
+    recurrent = lambda w, x: jax.lax.scan(lambda h, _: (layer(w, h), None), x, length=2)[0].sum(-1)
+    for f, args in (
+        (lambda ws, x: network(ws, x)[:, 0], (one, X)),
+        (lambda ws, x: jnp.mean((network(ws, x) - TARGET) ** 2, -1), (WS, X)),  # a loss for each example
+        (recurrent, (np.ones((5, 5)), X)),
+    ):
+        refused(ValueError, r"for each of 6 examples.*Keep its last axis, \(6, 1\)", shapes, f, *args)
+    for x in X[0], X[:1]:  # a function of one example
+        assert shapes(lambda ws, x: network(ws, x).reshape(-1), WS, x)["dot_general[0]"] == (2, *x.shape)
+    assert shapes(lambda ws, x: network(ws, x[None])[0], one, X[0])["dot_general[0]"] == (1, 1, 5)
+
+
 def test_skip_and_gradient_reversal_and_sizes():
     exact, floats = 2 * X @ WS[0], lambda *shape: np.zeros(shape, "float32")
     norm, row = np.linalg.norm(exact), np.float32([[1, 0, 0, 0, 0]])
