@@ -46,17 +46,20 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
       Traceback (most recent call last):
       TypeError: x is data...
     """
+    return _refuse(_refuse_p, tree, reason)
 
+
+def refuse_second_derivative(tree: Any, reason: str) -> Any:
+    """Returns the pytree as it is; whoever differentiates twice with respect to it gets `TypeError(reason)`."""
+    return _refuse(_refuse_second_p, tree, reason)
+
+
+def _refuse(primitive, tree, reason):
     def refuse(leaf):
         inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        return _refuse_p.bind(jnp.asarray(leaf), reason=reason) if inexact else leaf
+        return primitive.bind(jnp.asarray(leaf), reason=reason) if inexact else leaf
 
     return jax.tree.map(refuse, tree)
-
-
-def refuse_second_derivative(x: Any, reason: str) -> jax.Array:
-    """Returns the array as it is; whoever differentiates twice with respect to it gets `TypeError(reason)`."""
-    return _refuse_second_p.bind(jnp.asarray(x), reason=reason)
 
 
 def refuse_message(tree: Any, reason: str) -> Any:

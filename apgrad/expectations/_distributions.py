@@ -189,18 +189,28 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
     tells f(m); the mean of f(x) times the second derivative of p / p, as it comes out at the samples, is E[f(x)].
     """
 
+    def kinks(part):
+        parts = supports.parts_of(part) if isinstance(part, (*_KINKED, dist.TransformedDistribution)) else []
+        return [part for part in parts if isinstance(part, _KINKED)]
+
     def once(part):
-        if isinstance(part, _KINKED):
-            name, part = type(part).__name__, copy.copy(part)
-            part.loc = refuse_second_derivative(
-                part.loc,
-                f"{what}: the density of {name} has a kink at its location, where its second derivative is a delta "
-                "function that no sample shows: likelihood ratio has no second derivative with respect to the "
-                "location. Use reparameterization(), or a smooth density such as SoftLaplace.",
-            )
+        if not (kinked := kinks(part)):
+            return part
+        reason = (
+            f"{what}: the density of {type(kinked[0]).__name__} has a kink at its location, where its second "
+            "derivative is a delta function that no sample shows: likelihood ratio has no second derivative with "
+            "respect to the location, nor to a transform that may move it. Use reparameterization(), or a smooth "
+            "density such as SoftLaplace."
+        )
+        part = copy.copy(part)
+        if isinstance(part, dist.TransformedDistribution):
+            part.base_dist = once_at_kinks(what, part.base_dist)
+            part.transforms = refuse_second_derivative(part.transforms, reason)
+        else:
+            part.loc = refuse_second_derivative(part.loc, reason)
         return part
 
-    return jax.tree.map(once, distribution, is_leaf=lambda part: isinstance(part, _KINKED))
+    return jax.tree.map(once, distribution, is_leaf=lambda part: bool(kinks(part)))
 
 
 def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:

@@ -116,12 +116,26 @@ def _mixture_of_laplaces(loc):
     return dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros((4, 2))), dist.Laplace(loc[:, None] * jnp.ones(2)))
 
 
+def _moved(base, transform):
+    return dist.TransformedDistribution(base, transform)
+
+
 KINKED = {
     "Laplace": lambda loc: dist.Laplace(loc, 1.0),
     "AsymmetricLaplace": lambda loc: dist.AsymmetricLaplace(loc, 1.0, 1.2),
     "its quantiles": lambda loc: dist.AsymmetricLaplaceQuantile(loc, 1.0, 0.3),
     "transformed": lambda loc: dist.TransformedDistribution(dist.Laplace(loc), dist.transforms.ExpTransform()),
     "mixture": _mixture_of_laplaces,
+    "moved": lambda loc: _moved(dist.Laplace(jnp.zeros(4)), dist.transforms.AffineTransform(loc, 1.0)),
+    "scaled": lambda scale: _moved(
+        dist.AsymmetricLaplace(0.5 * jnp.ones(4)), dist.transforms.AffineTransform(0.0, scale)
+    ),
+    "expanded, moved back": lambda loc: _moved(dist.Laplace().expand([4]), dist.transforms.AffineTransform(loc, 1).inv),
+    "moved mixture": lambda loc: _moved(_mixture_of_laplaces(jnp.zeros(4)), dist.transforms.AffineTransform(loc, 1.0)),
+    "mixture of moved": lambda loc: dist.MixtureGeneral(
+        dist.Categorical(logits=jnp.zeros((4, 2))),
+        [dist.Laplace(jnp.zeros(4)), _moved(dist.Laplace(jnp.zeros(4)), dist.transforms.AffineTransform(loc, 1.0))],
+    ),
 }
 
 

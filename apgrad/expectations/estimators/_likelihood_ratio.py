@@ -25,7 +25,7 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
       TypeError: when differentiated, for a distribution whose support moves with a parameter (a uniform's bounds);
-        when differentiated twice, for the location of a density that has a kink there (Laplace).
+        when differentiated twice, for the location of a density that has a kink there (Laplace), or its transforms.
       FloatingPointError: when it runs, for a sample rounded to where its density is 0 or infinite, or more coarsely
         than its scale, or clipped by NumPyro to an end of the unit interval or simplex (but for Beta and Dirichlet).
 
