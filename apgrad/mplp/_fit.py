@@ -12,7 +12,7 @@ from flax import nnx
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.progress import progress_bar
-from apgrad.mplp._losses import softmax_cross_entropy
+from apgrad.mplp._losses import cross_entropy, softmax_cross_entropy
 from apgrad.mplp._pretrained import load_pretrained, pretrained_card
 from apgrad.mplp._protocol import LearnedRule
 from apgrad.mplp._sequential import Names, from_nnx, require_equal, to_nnx
@@ -20,6 +20,7 @@ from apgrad.mplp._step import init_state, inner_step
 from apgrad.mplp.rules._normalized import Normalized
 
 Batch = tuple[Any, Any]
+SLACK = 0.02  # of probabilities, and of their sum: bfloat16 rounds by 1/512
 
 
 class Fitted(NamedTuple):
@@ -58,7 +59,7 @@ def fit(
       data: minibatches `(x, y)` of one form, one for each step: x (batch, ...), and y as the loss takes it.
       rule: one of `pretrained_names()`, or a rule; a `Normalized` one is told the number of steps.
       steps: how many updates are made.
-      loss: a loss node, such as `mplp.softmax_cross_entropy`, for whose targets y is one-hot.
+      loss: a loss node, such as `mplp.softmax_cross_entropy`, for which y is one-hot, or probabilities.
       held_out: `(x, y)` to measure at the start, after each `every` updates, and at the end, if given.
       measure: `(prediction, y) -> number`, the measure of the held-out batch; the mean loss if not given.
       every: updates from one measure, and one look at the losses, to the next.
@@ -67,8 +68,10 @@ def fit(
 
     Raises:
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
-        that are not standardized where a pretrained rule was trained on such; if the network's predictions for the
-        first minibatch are not the model's; for a measure without a held-out batch, or of more than a number.
+        that are not standardized where a pretrained rule was trained on such; for targets of a cross-entropy node that
+        are no probabilities (of JAX's arrays the first minibatch and the held-out batch are looked at, of others all);
+        if the network's predictions for the first minibatch are not the model's; for a measure without a held-out
+        batch, or of more than a number.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
@@ -95,13 +98,13 @@ def fit(
             f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with activations between them. "
             f'Give fit a rule of your own, or write a function of nodes ("A layer of your own"). Of the model: {error}'
         ) from error
-    batches = _batches(data, steps)
+    batches = _batches(data, steps, loss)
     first = next(batches)
     require_equal(network, params, model, first[0])
     made: Any = load_pretrained(rule, *first) if isinstance(rule, str) else rule
     made = made.for_steps(steps) if isinstance(made, Normalized) else made
     state = init_state(made, network, params, first)
-    judged = None if held_out is None else _pair("the held-out set", held_out)
+    judged = None if held_out is None else _pair("the held-out set", held_out, loss)
     losses: list[jax.Array] = []
     curve: dict[int, float] = {}
 
@@ -146,7 +149,7 @@ def fit(
     return Fitted(to_nnx(model, params, names=how), np.array(jax.device_get(losses)), points, measures)
 
 
-def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
+def _batches(data: Iterable[Batch], steps: int, loss: Any) -> Iterator[Batch]:
     count, form = 0, None
     try:
         some = itertools.islice(data, steps)
@@ -154,7 +157,7 @@ def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
         kind = type(data).__name__
         raise TypeError(f"data are minibatches (x, y), in a list or from an iterator, got {kind}") from error
     for count, given in enumerate(some, 1):
-        batch = _pair(f"minibatch {count - 1}", given)
+        batch = _pair(f"minibatch {count - 1}", given, loss, wait=count == 1)
         here = ", ".join(f"{x.dtype}{x.shape}" for x in batch)
         form = form or here
         if here != form:
@@ -167,7 +170,24 @@ def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
         raise ValueError(f"the data have {count} minibatches, and {steps} steps need as many: itertools.cycle has more")
 
 
-def _pair(what: str, batch: Any) -> Batch:
+def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
+    """Inputs and targets as arrays; without `wait` targets that a device may be computing are not looked at."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(f"{what} is a pair (x, y) of inputs and targets, got {type(batch).__name__}")
-    return jnp.asarray(batch[0]), jnp.asarray(batch[1])
+    pair = jnp.asarray(batch[0]), jnp.asarray(batch[1])
+    if loss in (cross_entropy, softmax_cross_entropy) and (wait or not isinstance(batch[1], jax.Array)):
+        _require_probabilities(what, np.asarray(batch[1]))
+    return pair
+
+
+def _require_probabilities(what: str, y: np.ndarray) -> None:
+    if y.ndim < 2 or 0 in y.shape or y.shape[-1] == 1 or not jnp.issubdtype(y.dtype, jnp.floating):
+        return  # the loss says which form it takes
+    least, sums = float(y.min()), y.sum(-1, dtype=np.float32)
+    if not (least >= -SLACK and np.all(abs(sums - 1) <= SLACK)):
+        raise ValueError(
+            f"the targets of {what} are from {least:.3g} to {float(y.max()):.3g}, with sums from {sums.min():.3g} to "
+            f"{sums.max():.3g} over the classes. A cross-entropy takes probabilities, of sum 1, such as "
+            f"jax.nn.one_hot(labels, {y.shape[-1]}), which is 0 for labels that are not below {y.shape[-1]}. For other "
+            "targets take another loss, such as mplp.squared_error; to leave examples out, weigh losses in your own."
+        )

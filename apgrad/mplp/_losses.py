@@ -47,7 +47,7 @@ def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
 
     Args:
       place: the node's place.
-      prediction: signal p, (batch, ..., classes), probabilities.
+      prediction: signal p, (batch, ..., classes), probabilities of two classes or more.
       target: array y, floating point, of the prediction's shape: one-hot, or probabilities.
     """
 
@@ -63,7 +63,7 @@ def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> ja
 
     Args:
       place: the node's place.
-      logits: signal z, (batch, ..., classes).
+      logits: signal z, (batch, ..., classes), of two classes or more.
       target: array y, floating point, of the logits' shape: one-hot, or probabilities.
 
     Example:
@@ -90,7 +90,13 @@ def _of_error(loss: Callable[[jax.Array], jax.Array]) -> Callable[..., dict[str,
 
 def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Signal, target: Any) -> jax.Array:
     require_signals(f"the loss {place.name!r} ({kind})", [prediction], place.places.message_size)
-    target, p = jnp.asarray(target), prediction.value
+    target, p, batch = jnp.asarray(target), prediction.value, place.places.batch_size(prediction.value)
+    if "cross_entropy" in kind and (p.shape == (batch,) or p.shape[-1] == 1):
+        raise ValueError(
+            f"the loss {place.name!r} ({kind}) takes predictions (batch, ..., classes) of two classes or more, got "
+            f"{p.shape}: a single class is always right. For two classes give the model two outputs, or "
+            "write a binary cross-entropy of what mplp.readout reads, such as optax.sigmoid_binary_cross_entropy."
+        )
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
         raise ValueError(
             f"the loss {place.name!r} ({kind}) takes floating-point targets of the prediction's shape, {p.dtype}"
@@ -107,7 +113,7 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
     def use(local, answers):
         return [answers[0].message * local.message[..., None, None]], []
 
-    names, batch = names_of(features, p, target), place.places.batch_size(p)
+    names = names_of(features, p, target)
     site = Site(place.name, kind, "elementwise", batch, p.shape, names, begins=True)
     function = lambda p, y: jnp.sum(features(p, y)["loss"], axis=-1)
     return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target])

@@ -141,6 +141,9 @@ NO_DATA = [
     ),
     ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
     ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
+    ({"data": [(X[0], 2 * Y[0] - 1)]}, ValueError, "minibatch 0 are from -1 to 1, with sums from 0 to 0.*one_hot"),
+    ({"data": [BATCHES[0], (BATCHES[1][0], 0 * BATCHES[1][1])]}, ValueError, "minibatch 1 .*sums from 0 to 0"),
+    ({"held_out": (X[0], Y[0] * np.nan), "loss": mplp.cross_entropy}, ValueError, "held-out set are from nan"),
     ({"data": [(X[0] * np.nan, Y[0])], "steps": 1}, FloatingPointError, "the loss of minibatch 0 is nan"),
     ({"data": [BATCHES[0], EXPLODES], "rule": "image_mlp", "steps": 2}, FloatingPointError, "parameters"),
     ({"held_out": (X[0] * np.nan, Y[0])}, FloatingPointError, "held-out measure after 0 updates is nan"),
@@ -149,6 +152,16 @@ NO_DATA = [
     ({"every": 0}, ValueError, "every must be"),
     ({"rule": "image"}, ValueError, "no trained rule 'image'"),
 ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_soft_targets_pass_in_every_precision(dtype):
+    """Smoothed over many classes, and a softmax; what is refused comes after them."""
+    hot, logits = np.eye(512)[:8], np.random.default_rng(0).normal(size=(8, 512))
+    for y in (0.9 * hot + 0.1 / 512, np.exp(logits) / np.exp(logits).sum(1, keepdims=True)):
+        refused(ValueError, r"targets of the prediction's shape", fit, [(X[0], jnp.asarray(y, dtype))])
+    soft = lambda: jax.nn.softmax(jnp.asarray(logits, dtype))  # rounded thrice
+    refused(ValueError, r"targets of the prediction's shape", fit, [(X[0], jax.jit(soft)())])
 
 
 @pytest.mark.parametrize(("options", "error", "match"), NO_DATA)
