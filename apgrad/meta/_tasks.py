@@ -218,4 +218,10 @@ def accuracy(task: Task, params: Any, batch: Batch) -> jax.Array:
       batch: inputs (batch, ...) and one-hot targets (batch, classes).
     """
     x, y = batch
-    return jnp.mean(jnp.argmax(task.network.predict(params, x), axis=-1) == jnp.argmax(y, axis=-1))
+    prediction = task.network.predict(params, x)
+    if jnp.shape(y) != prediction.shape or prediction.ndim < 2 or prediction.shape[-1] == 1:
+        raise ValueError(
+            "accuracy is of predictions and one-hot targets (batch, classes) of two classes or more, got "
+            f"{prediction.shape} and {jnp.shape(y)}. Class labels become targets by jax.nn.one_hot(labels, classes)."
+        )
+    return jnp.mean(jnp.argmax(prediction, axis=-1) == jnp.argmax(y, axis=-1))

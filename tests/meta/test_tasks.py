@@ -79,6 +79,22 @@ def test_every_label_of_both_splits_is_a_class():
         refused(ValueError, "integers of at least 0", meta.images, data._replace(y_train=wrong))
 
 
+def test_accuracy_is_of_one_hot_targets_and_two_classes_or_more():
+    """Labels had one argmax in all, and a single class is always right."""
+    x, classes, one = jnp.ones((4, 2)), jax.nn.one_hot(jnp.arange(4) % 3, 3), jnp.zeros((4, 1))
+    for outputs, y in ((3, jnp.arange(4)), (3, classes[:1]), (1, one), (1, one[:, 0])):
+        network, prior = meta.mlp((2, outputs), jnp.tanh, mplp.squared_error)
+        task = meta.sinusoid()._replace(network=network)
+        call = lambda key, task=task, prior=prior, y=y: meta.accuracy(task, prior(key), (x, y))
+        refused(
+            ValueError,
+            rf"\(batch, classes\).*got \(4, {outputs}\) and .*one_hot",
+            jax.eval_shape,
+            call,
+            jax.random.key(0),
+        )
+
+
 def test_a_pool_has_so_many_members():
     _, prior = meta.mlp((1, 2, 1), jnp.tanh, mplp.squared_error)
     pooled = meta.pool(prior, 3, jax.random.key(0))
