@@ -34,7 +34,7 @@ class Named(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The `where` that a user gave to a rule which changes the message to a layer's input."""
+    """The `where` of a rule which changes the message to a layer's input."""
 
     where: Callable[[ProgramSite], bool]
 
@@ -45,8 +45,11 @@ class Inputs(NamedTuple):
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
         return self.where.unknown(sites) if isinstance(self.where, Named) else []
 
-    def idle(self, taken: Sequence[ProgramSite]) -> bool:
-        return bool(taken) and all(is_layer(site) and not site.teaches for site in taken)
+    def idle(self, taken: Sequence[ProgramSite], offered: Sequence[ProgramSite]) -> bool:
+        """Where no layer is named the function may have but one; not where products follow that are all no layers."""
+        products = {site.kind for site in offered if site.teaches} & {"dense", "conv", "matmul"}
+        wrong = self.where is not is_layer or products == {"matmul"}
+        return wrong and bool(taken) and all(is_layer(site) and not site.teaches for site in taken)
 
 
 def is_layer(site: ProgramSite) -> bool:
@@ -98,8 +101,7 @@ def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
         path = site.name.rpartition("[")[0]
         return site.label == name or (is_layer(site) and f"/{name}/" in f"/{path}/")
 
-    taken = chosen(where, is_layer, fits)
-    return taken if where is None else Inputs(taken)
+    return Inputs(chosen(where, is_layer, fits))
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:

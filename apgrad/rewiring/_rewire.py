@@ -129,7 +129,7 @@ class Rewired:
         plan, planner, shape = self._plan(given)
         self._require_each_taken(planner, given)
         if init is None:
-            _warn_idle(self.rule, planner.taken)
+            _warn_idle(self.rule, planner)
         else:
             jaxprs.require_unchecked("a function is rewired by a rule with parameters", args)
             wanted = {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
@@ -146,7 +146,7 @@ class Rewired:
         self._require_each_taken(planner, args)
         init = self.rule.init
         if init is not None:
-            _warn_idle(self.rule, planner.taken)
+            _warn_idle(self.rule, planner)
         return {} if init is None else {site.name: init(site) for site in planner.taken}
 
     def sites(self, *args: Any) -> list[ProgramSite]:
@@ -213,16 +213,16 @@ def _members(rule: Rule) -> list[Rule]:
     return [rule] if rules is None else [member for each in rules for member in _members(each)]
 
 
-def _warn_idle(rule: Rule, taken: Sequence[ProgramSite]) -> None:
+def _warn_idle(rule: Rule, planner: Planner) -> None:
     members = _members(rule)
-    owners = [next(m for m in members if m.where(site)) for site in taken]
+    owners = [next(m for m in members if m.where(site)) for site in planner.taken]
     for member in members:
-        mine = [site for site, owner in zip(taken, owners, strict=True) if owner is member]
-        if getattr(member.where, "idle", lambda taken: False)(mine):
+        mine = [site for site, owner in zip(planner.taken, owners, strict=True) if owner is member]
+        if getattr(member.where, "idle", lambda taken, offered: False)(mine, planner.offered):
             warn(
                 f"the rule changes only the messages to the inputs of {', '.join(s.name for s in mine)}, which are the "
                 "data, so no parameter learns otherwise by it. To teach a layer otherwise, name the layers after it "
-                "(where=)."
+                "(where=). Or are the parameters in another argument (argnums=)?"
             )
 
 

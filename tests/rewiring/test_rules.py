@@ -347,6 +347,19 @@ def test_a_rule_that_changes_only_the_messages_to_the_data_warns_once(make):
 
 
 @of_layers
+def test_data_named_as_parameters_warn_where_no_layer_is_named(make):
+    """The data are the weight of the first layer, and the other products are no layers; one layer does not tell."""
+    first, x = lambda x, ws: network(ws, x), X[:5]
+    words = r"the messages to the inputs of dot_general\[0\], .*are the parameters in another argument \(argnums=\)\?"
+    with pytest.warns(UserWarning, match=words) as found:
+        run(first, make(), (x, WS))
+    assert [w.filename for w in found] == [__file__]
+    run(lambda x, ws: (x.T @ x) @ ws[0], make(), (x, WS))  # products of data
+    run(lambda w, ws, x: network([*ws, w], x), make(), (WS[2], WS[:2], X))  # frozen features
+    ap.rewire(first, make(), argnums=1).init(x, WS)
+
+
+@of_layers
 def test_the_name_of_a_scope_takes_the_layers_inside(make):
     """A name that takes none is an error, with the nearest names."""
 
