@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from apgrad._ground.arguments import meets
-from apgrad._ground.primitives import mark, refuse_batching
+from apgrad._ground.primitives import mark, refuse_batching, refuse_second_derivative
 from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, fold, over, require_lanes
@@ -39,6 +39,10 @@ _BATCHED = (
     "a tape cannot have a batch axis: copies in jax.vmap would draw the same numbers, and costs count several times. "
     "Give the axis to the arrays, after the lanes (a distribution of batch shape (lanes, n), a cost summed over n), or "
     "run the copies by tape.parallel. Carry a tape through scan, and keep it out of the stacked outputs."
+)
+_FADED = (
+    "tape.discount: credit that fades has no second derivative where choices of parts meet choices or costs of the "
+    "lane. Multiply what you give to tape.cost by the factor instead, which biases nothing"
 )
 _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
@@ -148,7 +152,8 @@ class Tape:
         factor^(t - s): discounted costs-to-go, of less variance, and **biased** for the sum of the costs. To discount
         the costs themselves, which biases nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
-        Credit fades in derivatives of every order, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
+        Credit fades in derivatives of every order, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019). Where
+        choices of parts meet choices or costs of the lane the first order is all there is.
 
         Args:
           factor: from 0 to 1, a scalar or one a lane, (lanes,); a constant to differentiation, unchecked where traced.
@@ -156,6 +161,7 @@ class Tape:
         Raises:
           ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
             mixer, which adds pathwise derivatives that are not faded.
+          TypeError: for a second derivative of the lane's credit beside that of its parts.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -178,10 +184,18 @@ class Tape:
             raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
         ledger.declared["discounting"] = "tape.discount"
         ports = dict(self._ports)  # none yet in the first trace
-        for port, p in ports.items():
+        multiplying = [port for port in ports if port.arithmetic.multiplies]
+        for port, p in self._ports.items():
             if port.arithmetic.fades is not None:
                 by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))
-                ports[port] = port.arithmetic.fades(over(by_lane, p.ndim), p)
+                fades = functools.partial(port.arithmetic.fades, over(by_lane, p.ndim))
+                # What multiplies a cost fades as one: what corrects it too by itself, and the rest by what is left.
+                alone = port not in multiplying or port.arithmetic.corrects
+                like = [q for q in multiplying if q.arithmetic.corrects and q.shape == port.shape and not alone]
+                faded = sum((self._ports[q] for q in like), start=jnp.zeros_like(p))
+                ports[port] = fades(faded + p) - fades(faded)
+                if port in multiplying and any(q.shape != port.shape for q in multiplying):
+                    ports[port] = refuse_second_derivative(ports[port], _FADED)
         return self._follow(ports=ports)
 
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
@@ -257,8 +271,14 @@ class Tape:
     def _seen(self, kind: Arithmetic, ndim: int) -> jax.Array:
         """What a cost of `ndim` axes sees of the ports of a kind: (lanes,) for all of the lane, or (lanes, parts)."""
         ports = [p for port, p in self._ports.items() if port.arithmetic == kind]
-        fit = [p if p.ndim == ndim else p.sum(-1) if ndim == 1 else p[:, None] for p in ports]
+        fit = [p if p.ndim == ndim else self._of_all(p) if ndim == 1 else p[:, None] for p in ports]
         return functools.reduce(jnp.add, fit)
+
+    def _of_all(self, p: jax.Array) -> jax.Array:
+        """Of (lanes, parts) the sum over parts, (lanes,). Of credit that fades, it is not what fades as one."""
+        ledger = LEDGER.get()
+        fades = ledger is not None and ledger.first is not None and "discounting" in ledger.first.declared
+        return refuse_second_derivative(p.sum(-1), _FADED) if fades else p.sum(-1)
 
 
 def require_tape(what: str, tape: Any) -> None:

@@ -66,14 +66,28 @@ def program(estimator, factor=None, masked=False, extra=0.0):
     return run
 
 
+def by_turns(baselines, factor):
+    def run(tape, theta):
+        before = jnp.ones(tape.lanes)
+        for t, baseline in enumerate(baselines):
+            tape, x = flipper(ap.likelihood_ratio(baseline))(tape.discount(factor), theta, float(t), before)
+            tape, before = tape.cost(cost_at(float(t), x.astype(jnp.float32), before)), x.astype(jnp.float32)
+        return tape
+
+    return run
+
+
 to_go = lambda theta, t, before: 3.0 - t + before
 BASELINES = {"leave_one_out": "leave_one_out", "function": to_go, "learned": ap.learned_baseline(to_go)}
+BASELINES |= {"by turns": (None, "leave_one_out", None), "by turns too": ("leave_one_out", to_go, "leave_one_out")}
 
 
-@cases("baseline", BASELINES, long=["leave_one_out", "learned"])
+@cases("baseline", BASELINES, long=["leave_one_out", "learned", "by turns too"])
 def test_faded_credit_is_exact_to_second_order(baseline):
     factor = 0.6
-    objective = ap.expectation(program(ap.likelihood_ratio(baseline), factor), 100)
+    mixed = type(baseline) is tuple  # a learned baseline is a tuple of a kind
+    run = by_turns(baseline, factor) if mixed else program(ap.likelihood_ratio(baseline), factor)
+    objective = ap.expectation(run, 100)
 
     def derivatives(key):
         gradient = jax.grad(objective, argnums=1)
@@ -109,6 +123,29 @@ def test_discount_refuses_what_it_would_get_wrong():
         (faded(jnp.ones(3)), "one factor a lane"),
     ):
         refused(ValueError, message, jax.eval_shape, ap.expectation(run, 4), KEY)
+
+
+@pytest.mark.parametrize("cost", ["of the lane too", "of parts"])
+@pytest.mark.parametrize("first", [True, False], ids=["a choice of the lane too", "of parts alone"])
+def test_faded_credit_of_parts_and_of_the_lane_has_a_first_derivative_alone(cost, first):
+    flip = ap.likelihood_ratio(None)
+
+    def run(tape, theta):
+        x = 0.0
+        if first:
+            tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes,))), flip)
+        parts = dist.Bernoulli(logits=jnp.broadcast_to(theta + jnp.asarray(x, float), (3, tape.lanes)).T)
+        tape, y = ap.sample(tape, parts, flip, parts=True)
+        y = y.astype(jnp.float32)
+        tape = tape.discount(0.5).cost(y)
+        return tape if cost == "of parts" else tape.cost(y.sum(-1))
+
+    gradient = ap.grad(run, 4)
+    jax.eval_shape(gradient, KEY, 0.3)
+    if first or cost == "of the lane too":
+        refused(TypeError, "tape.discount.*no second derivative", jax.eval_shape, jax.grad(gradient, 1), KEY, 0.3)
+    else:
+        jax.eval_shape(jax.grad(gradient, 1), KEY, 0.3)
 
 
 WHERE = [lambda fade: fade, jax.jit, lambda fade: lambda t: t.parallel(lambda t: (fade(t), 0))[0]]
