@@ -40,13 +40,23 @@ class PullbackGraph:
         return list(dict.fromkeys(found + outs))
 
     def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
-        """The elementwise chains that begin at one message, the root: `{output: (root, equations)}`."""
+        """The elementwise chains that begin at one message, the root: `{output: (root, equations)}`.
+
+        An equation goes into a chain if it multiplies the message. The real part of a complex one is no product; and of
+        float16 a product of derivatives may underflow where a large message, multiplied by each, does not.
+        """
+
+        def multiplies(eqn, messages):
+            dtypes = [v.aval.dtype for v in (*messages, *eqn.outvars)]
+            kinds = [jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes]
+            return eqn.primitive.name in LINEAR_ELEMENTWISE and any(kinds) == kinds[-1] and jnp.float16 not in dtypes
+
         root: dict[Any, Any] = {}
         for eqn in self.backward:
             messages = self.messages(eqn)
             roots = {root.get(v, v) for v in messages}
             shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
-            if eqn.primitive.name in LINEAR_ELEMENTWISE and len(roots) == 1 and len(shapes) == 1:
+            if multiplies(eqn, messages) and len(roots) == 1 and len(shapes) == 1:
                 root[eqn.outvars[0]] = roots.pop()
         elementwise = [eqn for eqn in self.backward if eqn.outvars[0] in root]
         outside = set(variables(self.jaxpr.outvars))

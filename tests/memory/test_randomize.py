@@ -272,6 +272,28 @@ def test_data_that_nobody_differentiates_may_go_through_what_has_no_derivative()
             np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_derivatives_in_a_row_are_one_coefficient_only_where_their_product_is():
+    """Not before a conversion to complex numbers; nor in float16, where 1e-8 is zero and 1e-8 times 2^15 is not."""
+
+    def lens(w):  # messages that are complex, and get real
+        wave = jnp.sin(jnp.tanh(normal(1, 32, 64) @ w))
+        phase = jax.lax.complex(jnp.cos(jnp.arange(64.0)), jnp.sin(jnp.arange(64.0)))
+        return jnp.mean(jnp.abs(jnp.fft.fft(wave.astype(phase.dtype) * phase)) ** 2 * jnp.linspace(0, 1, 64))
+
+    def scaled(w):
+        u = jax.nn.sigmoid((-9 - jnp.abs(normal(2, 32, 64))).astype(w.dtype) @ w)
+        return 2.0**15 * jnp.sum((u * u).astype(jnp.float32))
+
+    @jax.jit
+    def found():
+        exact = lambda f, w: (jax.grad(f)(w), jax.grad(ap.randomize(f, R.rounding(32), min_size=0), 1)(KEY, w))
+        half = jax.grad(ap.randomize(scaled, R.rounding(32), min_size=0), 1)(KEY, jnp.eye(64, dtype=jnp.float16))
+        return exact(lens, normal(0, 64, 64) / 5), (jax.grad(scaled)(jnp.eye(64)), half.astype(jnp.float32))
+
+    for (truth, gradient), rtol in zip(found(), (1e-4, 2e-2), strict=True):
+        assert np.linalg.norm(gradient - truth) < rtol * np.linalg.norm(truth)
+
+
 def test_what_is_small_near_the_loss_is_exact():
     # A confident network's messages are small, p - y; with p rounded they would be noise.
     params, x = [normal(i, 32, n) for i, n in enumerate((32, 32, 2))], normal(9, 64, 32)
