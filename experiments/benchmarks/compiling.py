@@ -2,9 +2,10 @@
 
 One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules (its blocks in a Python loop, and in a
 scan), an RNN, a scan of checkpointed blocks, a deep MLP, and scans three deep beside one, plain and with
-`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. Seconds are those of the processor,
-so that what else runs counts little; each program is traced and compiled anew, by turns. Seconds are those with JAX's
-own options; compiled memory is with optimization barriers kept, as accelerators' compilers do.
+`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. The transformers have a width of 64,
+so that starts of kernels make much of a step, and the wide one of 256. Seconds are those of the processor, so that what
+else runs counts little; each program is traced and compiled anew, by turns. Seconds are those with JAX's own options;
+compiled memory is with optimization barriers kept, as accelerators' compilers do.
 
     python -m experiments.benchmarks.compiling
     python -m experiments.benchmarks.compiling --preset paper
@@ -26,7 +27,7 @@ from experiments import harness
 from experiments.parts.turns import BARRIERS, take_turns
 
 MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "checkpointed blocks")
-MODELS += ("deep MLP", "one scan", "scans in scans")
+MODELS += ("deep MLP", "one scan", "scans in scans", "wide transformer, loop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,8 @@ def model(config: Config, name: str) -> tuple[Any, Any, Any]:
 
         depth = 1 if name == "one scan" else 3
         return lambda w, x: jnp.mean(nested(depth, x, w) ** 2), normal(0, 64, 64) / 8, normal(1, 64, 64)
-    return transformer(config.layers, name != "transformer, loop", name == "checkpointed blocks")
+    wide = name.startswith("wide")
+    return transformer(config.layers, "loop" not in name, name == "checkpointed blocks", 256 if wide else 64)
 
 
 def cells(config: Config) -> list[harness.Cell]:
