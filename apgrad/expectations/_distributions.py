@@ -220,6 +220,7 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
     samples have the probabilities p / sum p, and log p has another derivative, also on the simplex. Where their logits
     are large, such as sums of log-likelihoods, it is a small difference of large numbers: the largest is taken off.
     Of the distribution's own samples the derivatives are those of the law that they have, see `_WithEnds`.
+    NumPyro's derivative by a gate (of inflated zeros) of 1, or a hurdle's of 0, is NaN: it is 0, as by a coin's chance.
     """
 
     def as_sampled(part):
@@ -234,10 +235,16 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
         if isinstance(part, _UP_TO_A_CONSTANT):
             part, logits = copy.copy(part), jnp.asarray(part.logits)
             part.logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-        return part
+        if isinstance(part, _GATED):
+            part, gate = copy.copy(part), jnp.asarray(part.gate)
+            limits, hurdle = jnp.finfo(gate.dtype), isinstance(part, dist.HurdleProbs)
+            part.gate = jnp.clip(gate, float(limits.tiny) if hurdle else -1, 1 - float(limits.epsneg))
+            part.base_dist = mended(part.base_dist)
+        return _Counts(part) if isinstance(part, _COUNTS) else part
 
-    is_part = lambda part: isinstance(part, (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT))
-    return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(widened(x))
+    of = (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT, *_GATED, *_COUNTS)
+    mended = lambda tree: jax.tree.map(as_sampled, tree, is_leaf=lambda part: isinstance(part, of))
+    return mended(widened(distribution)).log_prob(widened(x))
 
 
 class _OfPart(dist.Distribution):
@@ -246,6 +253,10 @@ class _OfPart(dist.Distribution):
     def __init__(self, part):
         self.part = part
         super().__init__(part.batch_shape, part.event_shape, validate_args=False)
+
+    @property
+    def support(self):  # distributions around it, such as of inflated zeros, ask for it
+        return self.part.support
 
 
 class _OfLogits(_OfPart):
@@ -265,6 +276,26 @@ class _OfLogits(_OfPart):
         ways = 0 if bernoulli else gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
         turned, logits = jnp.where(logits > 0, n - value, value), jnp.where(logits > 0, -logits, logits)
         return turned * logits - n * jax.nn.softplus(logits) + ways
+
+
+class _Counts(_OfPart):
+    """Counts, some of which may have no other possible value than 0: their x log p is 0, with derivatives of 0.
+
+    NumPyro's derivatives are 0 / 0 where a rate or probability is 0, and 0 * inf where a logit is infinite.
+    """
+
+    def log_prob(self, value):
+        part, x = copy.copy(self.part), jnp.asarray(value, jnp.result_type(float))
+        none = x == 0
+        if isinstance(part, dist.MultinomialProbs | dist.MultinomialLogits):
+            probs = isinstance(part, dist.MultinomialProbs)
+            log_p = jnp.log(jnp.where(none, 1, part.probs)) if probs else jax.nn.log_softmax(part.logits)
+            return gammaln(part.total_count + 1) + jnp.sum(jnp.where(none, 0, x * log_p) - gammaln(x + 1), axis=-1)
+        if isinstance(part, dist.Poisson):
+            of_none, part.rate = -jnp.asarray(part.rate, x.dtype), jnp.where(none, 1, part.rate)
+        else:
+            of_none, part.rate = part.concentration * jnp.log1p(-part.probs), 1 / jnp.where(none, 0.5, part.probs) - 1
+        return jnp.where(none, of_none, part.log_prob(value))
 
 
 class _WithEnds(_OfPart):
@@ -344,6 +375,8 @@ _KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # where their location is; oth
 _UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _UP_TO_A_CONSTANT = (dist.CategoricalLogits, dist.MultinomialLogits)
+_GATED = (dist.ZeroInflatedProbs, dist.HurdleProbs)
+_COUNTS = (dist.Poisson, dist.NegativeBinomialProbs, dist.MultinomialProbs, dist.MultinomialLogits)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,
     dist.LeftCensoredDistribution,

@@ -333,6 +333,54 @@ def test_a_constant_in_all_logits_changes_nothing():
             np.testing.assert_allclose(shifted, plain, rtol=1e-5, atol=1e-7)
 
 
+AT_ZERO = {
+    "Poisson": (dist.Poisson, 0, lambda t: -t),
+    "event": (lambda t: dist.Poisson(t * jnp.ones(2)).to_event(1), [0, 0], lambda t: -2 * t),
+    "moved": (lambda t: transformed(dist.Poisson(t), moved(1.0)), 1.0, lambda t: -t),
+    "zero-inflated": (lambda t: dist.ZeroInflatedPoisson(0.3, t), 0, lambda t: jnp.log(0.3 + 0.7 * jnp.exp(-t))),
+    "zero-inflated by a logit": (
+        lambda t: dist.ZeroInflatedDistribution(dist.Poisson(t), gate_logits=0.0),
+        0,
+        lambda t: jnp.log((1 + jnp.exp(-t)) / 2),
+    ),
+    "mixture": (lambda t: mixture(dist.Poisson(t), dist.Poisson(0.5)), 0, lambda t: jnp.log(0.3 * jnp.exp(-t) + MIXED)),
+    "negative binomial": (lambda t: dist.NegativeBinomialProbs(3, t), 0, lambda t: 3 * jnp.log1p(-t)),
+    "multinomial": (
+        lambda t: dist.Multinomial(3, probs=jnp.stack([t, 0.4 + 0 * t, 0.6 + 0 * t])),
+        [0, 1, 2],
+        lambda t: jnp.log(3 * 0.4 * 0.6**2 / (1 + t) ** 3),
+    ),
+    "infinite logit": (
+        lambda t: dist.Multinomial(3, logits=jnp.stack([-jnp.inf + t, t, 1 + 0 * t])),
+        [0, 1, 2],
+        lambda t: jnp.log(3.0) + t + 2 - 3 * jnp.logaddexp(t, 1.0),
+    ),
+    "above 0": (dist.Poisson, 2, lambda t: jnp.log((t + 0.5) ** 2 / 2) - (t + 0.5)),
+}
+MIXED = 0.7 * np.exp(-0.5)
+
+
+def test_the_score_of_a_count_of_0_is_right_where_no_other_count_is_possible(x64):
+    # The derivative of x log p at x = 0 and p = 0 is 0, and JAX's is 0 / 0.
+    orders = lambda f, t: (f(t), jax.grad(f)(t), jax.grad(jax.grad(f))(t))
+
+    def both(name, t):
+        make, x, exact = AT_ZERO[name]
+        x, start = jnp.asarray(x), 0.5 if name == "above 0" else 0
+        return orders(lambda t: distributions.log_prob(make(t + start), x), t), orders(exact, t)
+
+    for name, (found, wanted) in jax.jit(lambda t: {case: both(case, t) for case in AT_ZERO})(0.0).items():
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-14, err_msg=name)
+
+
+def test_a_gate_that_is_open_or_shut_has_a_finite_score():
+    cases = [(dist.ZeroInflatedPoisson, 1.0, 0, 0.0), (dist.ZeroInflatedPoisson, 0.0, 0, np.expm1(2.0))]
+    cases += [(dist.HurdlePoisson, 1.0, 0, 0.0), (dist.HurdlePoisson, 0.0, 3, 0.0)]
+    of = lambda make, x: jax.grad(lambda gate: distributions.log_prob(make(gate, 2.0), jnp.asarray(x)))
+    found = jax.jit(lambda: [of(make, x)(gate) for make, gate, x, _ in cases])()
+    np.testing.assert_allclose(found, [case[-1] for case in cases], rtol=1e-5)
+
+
 @pytest.mark.parametrize("case", ["scaled Poisson", "Pareto", "masked event", "shifted log-normal", "Kumaraswamy"])
 def test_total_propagation_is_refused_where_one_of_its_estimators_is(case):
     node = ap.stochastic(ap.total_propagation())(lambda t: CASES[case](t).distribution)

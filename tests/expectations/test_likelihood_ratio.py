@@ -205,6 +205,28 @@ def test_clipped_and_rounded_samples_have_a_right_score():
     ap.testing.assert_unbiased(estimate, {name: truth for name, (*_, truth) in cases.items()}, KEY, 500)
 
 
+def test_lanes_in_which_only_a_count_of_0_is_possible_leave_the_others_right():
+    x, n, w = np.arange(4.0, dtype=np.float32), np.array([0, 1, 0, 2]), 0.25
+    shares = lambda w: jnp.stack([w * x, 1 - w * x], axis=-1)
+    cases = {  # the distribution, what was drawn of it, and the score
+        "poisson": (lambda w: dist.Poisson(w * x), n, n / w - x),
+        "negative binomial": (lambda w: dist.NegativeBinomialProbs(2, w * x), n, n / w - 2 * x / (1 - w * x)),
+        "multinomial": (
+            lambda w: dist.Multinomial(3, probs=shares(w)),
+            np.stack([n, 3 - n], axis=-1),
+            n / w - (3 - n) * x / (1 - w * x),
+        ),
+    }
+
+    def gradient(make, outcome, w):
+        draw = lambda tape, w: ap.sample(tape, Fixed(make(w), jnp.asarray(outcome)), ap.likelihood_ratio(None))
+        return ap.grad(paid(draw, lambda x: 1 + x.reshape(4, -1)[:, 0]), 4)(KEY, w)
+
+    found = jax.jit(lambda w: {name: gradient(make, outcome, w) for name, (make, outcome, _) in cases.items()})(w)
+    for name, (_, _, score) in cases.items():
+        np.testing.assert_allclose(found[name], np.mean((1 + n) * score), rtol=1e-5, err_msg=name)
+
+
 TO_INTERVAL = [dist.transforms.SigmoidTransform(), dist.transforms.AffineTransform(-1.0, 2.0)]
 COARSE = {
     "scale": (lambda t: dist.Normal(100.0, t), 1e-6),

@@ -29,8 +29,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       FloatingPointError: when it runs, for a sample rounded to where its density is 0 or infinite, or more coarsely
         than its scale, or clipped by NumPyro to an end of the unit interval or simplex (but for Beta and Dirichlet).
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), no sample shows what the outcome would cost,
-    and the derivative with respect to it comes out as 0: take logits.
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, `Poisson(0.0)`), no sample shows what the
+    outcome would cost, and the derivative with respect to it lacks that: take logits, or the logarithm of a rate. It is
+    NaN for a mean of 0 of `NegativeBinomial2`, by which NumPyro divides.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
