@@ -149,7 +149,8 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
             warn(
                 f"theta{jax.tree_util.keystr(path)} is {dtype}, which rounds away less than "
                 f"{float(jnp.finfo(dtype).eps) / 2:.2g} of a parameter. Where a perturbation by sigma={sigma} is no "
-                "more, the gradient is zero or far off. Keep theta in float32, and cast it in the step."
+                "more, the gradient is zero or far off. Keep theta, and all that it enters, in float32, or take a "
+                "larger sigma: a cast in the step rounds as much."
             )
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))
@@ -169,6 +170,8 @@ def _of_pair(loss, theta, key, sigma):
 
 
 def _antithetic(plus, minus, e, sigma):
+    if jnp.finfo(plus.dtype).bits < 32:
+        warn(f"the loss is {plus.dtype}, and its differences by sigma={sigma} may be rounding. Sum losses in float32.")
     slope = (plus - minus) / (2 * sigma**2)  # which may be beyond the range of half precision where the gradient is not
 
     def times(e):

@@ -38,7 +38,8 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
     """An optax optimizer on the true gradient; theta is what it is made of.
 
     Args:
-      make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer.
+      make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer. Adam and its
+        kin want `eps_root=1e-16` or so: at a gradient of 0, as of a relu unit that is off, a root has no derivative.
       loss: `(params, batch) -> scalar`, the loss whose gradient the optimizer gets.
 
     Example:

@@ -246,8 +246,9 @@ def _loop(many, training, steps, record):
         # A single bad step is no proof; many in a row are, and so is a run without a good one.
         if wasted and (made > 1 or wasted >= 10 or int(training.skipped) == steps):
             raise FloatingPointError(
-                f"no outer step from {step - wasted} to {step} had a finite loss and gradient. Lower the outer "
-                "learning rate, clip (optax.clip_by_global_norm), or shorten the unroll."
+                f"no outer step from {step - wasted} to {step} had a finite loss and gradient. If the first "
+                "had none, a derivative may be infinite (of a root at 0: optax.adam wants eps_root=1e-16); else lower "
+                "the outer learning rate, clip (optax.clip_by_global_norm), or shorten the unroll."
             )
         record(step, training, {name: np.asarray(values)[:made] for name, values in metrics.items()})
     return training

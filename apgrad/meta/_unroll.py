@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` of `horizon` steps are made."""
+    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` counts steps, of `horizon`."""
 
     params: Any
     learner: Any
@@ -88,7 +88,7 @@ def inner_problem(
       hint: weight of the mean loss on the minibatches that were just learned from (.7 in MPLP's published code).
       held_out: weight of the held-out loss at the end.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
-      shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing changes.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing but `t` changes.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
@@ -129,7 +129,10 @@ def inner_problem(
         return inner._replace(params=params, learner=state, t=inner.t + 1), loss
 
     def step_before_the_horizon(theta, inner):
-        nothing = inner, zero_of(lambda: task.loss(inner.params, task.batch(inner.task, inner.key)))
+        nothing = (
+            inner._replace(t=inner.t + 1),
+            zero_of(lambda: task.loss(inner.params, task.batch(inner.task, inner.key))),
+        )
         return only_if(inner.t < inner.horizon, lambda: step(theta, inner), nothing)
 
     def final(theta, inner):
@@ -138,7 +141,12 @@ def inner_problem(
         batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
         return held_out * task.loss(inner.params, batch)
 
-    perturb = (lambda s: s.params, lambda s, part: s._replace(params=part))
+    def put(inner, part):  # after the last step of an unroll's own length t goes on, and noise does not
+        alive = inner.t <= inner.horizon
+        part = part if shortest is None else jax.tree.map(lambda x, y: jnp.where(alive, x, y), part, inner.params)
+        return inner._replace(params=part)
+
+    perturb = (lambda inner: inner.params, put)
     return Problem(init, step_before_the_horizon if shortest else step, final, length, perturb)
 
 

@@ -197,6 +197,15 @@ def test_a_step_after_the_horizon_does_not_count_though_it_has_no_derivative(x64
         np.testing.assert_allclose(jnp.hstack(found), [np.sqrt(0.75), -0.5 / np.sqrt(0.75)], rtol=1e-12)
 
 
+def test_noise_ends_with_an_unrolls_own_length():
+    """Steps that do nothing but carry noise: the held-out square is sigma^2 a step, of two on average."""
+    learner = meta.Learner(lambda theta, params, batch: (), lambda theta, p, state, batch: (p + theta, state))
+    task = family()._replace(prior=lambda key: jnp.asarray(0.0), loss=lambda p, batch: p**2)
+    problem = meta.inner_problem(task, learner, 3, held_out=1.0, hint=0.0, shortest=1)
+    outer = meta.perturbed(problem, sigma=0.3, unrolls=8, estimator=ap.reparameterization())
+    ap.testing.assert_unbiased(lambda key: outer(jnp.asarray(0.0), key)[0], 2 * 0.3**2, jax.random.key(0), 2_000)
+
+
 def test_the_penalty_alone_is_something_to_minimise(x64):
     """In one program the value alone; `test_derivatives_are_those_of_the_documented_loss` has all of it."""
     problem, theta, key, loss = setting(CASES[-1])

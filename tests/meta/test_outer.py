@@ -215,6 +215,8 @@ ALL = {
 }
 LINE = meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), lambda th, s: 0 * th, 2)
 
+NARROW = LINE._replace(step=lambda th, s: (s, th.astype(jnp.bfloat16)), final=lambda th, s: jnp.zeros((), jnp.bfloat16))
+
 
 @pytest.mark.parametrize("name", ALL)
 def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name):
@@ -232,6 +234,7 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
         refused(TypeError, message, jax.eval_shape, of, jax.random.key(0))
 
 
+@pytest.mark.filterwarnings("ignore:the loss is b?float16:UserWarning")
 def test_perturbations_that_rounding_may_take_away_warn():
     # Of 512, bfloat16 has no neighbour within 1.
     estimate = lambda th, make: first(make(LINE), th, jax.random.key(0))[1]
@@ -241,9 +244,11 @@ def test_perturbations_that_rounding_may_take_away_warn():
     for make in evolution.values():
         with pytest.warns(UserWarning, match="is float16"):
             jax.eval_shape(lambda th, make=make: estimate(th, make), jnp.float16(1.0))
+        with pytest.warns(UserWarning, match=r"the loss is bfloat16.*float32"):
+            jax.eval_shape(lambda th, make=make: first(make(NARROW), th, jax.random.key(0)), jnp.float32(1.0))
 
 
-@pytest.mark.filterwarnings("ignore:theta is float16:UserWarning")
+@pytest.mark.filterwarnings("ignore:theta is float16:UserWarning", "ignore:the loss is float16:UserWarning")
 def test_an_evolution_gradient_in_half_precision_is_finite_though_its_slope_is_not():
     steep = lambda th, s: (s, 1_500 * th.astype(jnp.float32))
     problem = LINE._replace(step=steep, final=lambda th, s: jnp.zeros(()))
