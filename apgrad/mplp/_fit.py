@@ -174,7 +174,14 @@ def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
     """Inputs and targets as arrays; without `wait` targets that a device may be computing are not looked at."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(f"{what} is a pair (x, y) of inputs and targets, got {type(batch).__name__}")
-    pair = jnp.asarray(batch[0]), jnp.asarray(batch[1])
+    try:
+        pair = jnp.asarray(batch[0]), jnp.asarray(batch[1])
+    except TypeError as error:
+        kinds = " and ".join(str(getattr(each, "dtype", type(each).__name__)) for each in batch)
+        raise TypeError(
+            f"x and y of {what} are arrays of numbers, got {kinds}. Number labels that are words, alike in all "
+            "minibatches, and make them one-hot: jax.nn.one_hot(numbers, classes)."
+        ) from error
     if loss in (cross_entropy, softmax_cross_entropy) and (wait or not isinstance(batch[1], jax.Array)):
         _require_probabilities(what, np.asarray(batch[1]))
     return pair

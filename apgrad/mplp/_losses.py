@@ -98,10 +98,14 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
             "write a binary cross-entropy of what mplp.readout reads, such as optax.sigmoid_binary_cross_entropy."
         )
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
+        do = f"Class labels become targets by jax.nn.one_hot(labels, {p.shape[-1]})."
+        if target.shape == p.shape:
+            do = "Convert them by target.astype(float)."
+        elif (*target.shape, 1) == p.shape:
+            do = "They lack the last axis: target[..., None]."
         raise ValueError(
             f"the loss {place.name!r} ({kind}) takes floating-point targets of the prediction's shape, {p.dtype}"
-            f"{p.shape}, got {target.dtype}{target.shape}. Class labels become targets by "
-            f"jax.nn.one_hot(labels, {p.shape[-1]})."
+            f"{p.shape}, got {target.dtype}{target.shape}. {do}"
         )
     target = target.astype(p.dtype)
 

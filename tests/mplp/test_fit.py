@@ -141,6 +141,8 @@ NO_DATA = [
     ),
     ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
     ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
+    ({"data": [(X[0], np.array(["no", "yes"] * 4))]}, TypeError, r"minibatch 0 are arrays of numbers.*<U3.*one_hot"),
+    ({"data": [(X[0], ["no", "yes"] * 4)]}, TypeError, "minibatch 0 are arrays of numbers.*list"),
     ({"data": [(X[0], 2 * Y[0] - 1)]}, ValueError, "minibatch 0 are from -1 to 1, with sums from 0 to 0.*one_hot"),
     ({"data": [BATCHES[0], (BATCHES[1][0], 0 * BATCHES[1][1])]}, ValueError, "minibatch 1 .*sums from 0 to 0"),
     ({"held_out": (X[0], Y[0] * np.nan), "loss": mplp.cross_entropy}, ValueError, "held-out set are from nan"),

@@ -85,10 +85,11 @@ branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.
 value_in_scan = lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value)))
 of_value = lambda n: lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.value[0, 0]), w)
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
+PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
 REFUSED = {
     "a value in the loss": (beside(lambda n, first, last: 0.1 * jnp.sum(first.value**2)), OUTSIDE),
     "a value from a scan in the loss": (beside(lambda n, first, last: jnp.mean(last.value)), OUTSIDE),
-    "a parameter in the loss": (beside(lambda n, first, last: 1e-3 * jnp.sum(n.p["w"].value ** 2)), OUTSIDE),
+    "a parameter in the loss": (beside(lambda n, first, last: 1e-3 * jnp.sum(n.p["w"].value ** 2)), PENALTY),
     "a condition in the loss": (beside(branch), OUTSIDE),
     "a weight of a loss": (lambda n: jnp.mean(n.dense("3").value) * n.loss(n.dense()), OUTSIDE),
     "an input": (lambda n: n.loss(n.dense(signal=n.at.signal(n.x + n.p["pos"].value))), r"params\['pos'\]"),

@@ -447,6 +447,8 @@ NODES = [
     (lambda at: S(at, jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
     (lambda at: S(at, jnp.ones((0, 3))), "the batch as its first axis"),
     (lambda at: cross_entropy(at, jnp.arange(4)), r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)"),
+    (lambda at: cross_entropy(at, jnp.ones((4, 3), int)), r"got int32\(4, 3\)\. .*target\.astype\(float\)"),
+    (lambda at: mplp.squared_error(at["l"], S(at, X[:, :1]), X[:, 0]), r"\(4, 1\), got .*target\[\.\.\., None\]"),
     (lambda at: mplp.softmax_cross_entropy(at["l"], S(at, X[:, :1]), X), r"\(4, 1\).*two outputs.*mplp.readout"),
     (lambda at: mplp.cross_entropy(at["l"], S(at, X[:, :1]), X[:, :1]), r"\(4, 1\).*two outputs"),
     (lambda at: mplp.softmax_cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]), r"two classes or more.*\(4,\)"),

@@ -125,7 +125,7 @@ class Normalized(MadeForSites):
                 self.places[key] = _NormalizedElementwise(features, message_size, hidden, control, rngs)
 
     def for_steps(self, steps: int | jax.Array) -> "Normalized":
-        """The rule for so many updates, over which its steps get shorter.
+        """The rule for so many updates, over which its steps get shorter. Its updates after these are 0.
 
         Args:
           steps: the number of updates, a positive integer, or an array that is one.
