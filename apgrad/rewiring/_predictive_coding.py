@@ -15,6 +15,8 @@ As a propagator: a value node replaces the prediction mu by z. To the message m 
 function with its loss as one site, and puts value nodes into it by a second `rewire`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -37,7 +39,9 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
       steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
-      rate: the learning rate of this descent, positive.
+      rate: the learning rate of this descent, positive. Where it is too large for the curvature of the energy, so that
+        the energy is higher after the inference than before, the gradients are NaN: take a smaller rate and more steps.
+        `optax.apply_if_finite` leaves out such a minibatch.
 
     Raises:
       ValueError: at trace time, if the output is no scalar, a hidden value is in a `scan` or is several arrays, or
@@ -62,10 +66,11 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
         rule = lambda at: Rule(chosen(where), at, _zeros, direct=True)
         with_values = rewire(site.function, rule(_value_node), argnums=weights)
         predictions = rewire(site.function, rule(_prediction), argnums=weights)
+        predicted = rewire(site.function, rule(functools.partial(_prediction, given=True)), argnums=weights)
 
         def infer(*inputs):
             # The prediction rule sends predictions where a derivative with respect to zeros would be.
-            first = jax.grad(predictions)(predictions.init(*inputs), *inputs)
+            before, first = jax.value_and_grad(predictions)(predictions.init(*inputs), *inputs)
             plan = predictions._plan(inputs)[0]
             if steps < (row := max(_in_a_row(plan, [0] * len(plan.jaxpr.invars)))):
                 raise ValueError(
@@ -74,10 +79,17 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
                 )
             down = lambda z, g: z - rate * jnp.conj(g)
             step = lambda _, z: jax.tree.map(down, z, jax.grad(with_values)(z, *inputs))
-            return jax.lax.fori_loop(0, steps, step, first)
+            values = jax.lax.fori_loop(0, steps, step, first)
+            loss, after = jax.value_and_grad(predicted)(values, *inputs)
+            half_square = lambda z: sum(jnp.sum(jnp.abs(x) ** 2).astype(loss.dtype) for x in jax.tree.leaves(z)) / 2
+            energy = loss + half_square(jax.tree.map(jnp.subtract, values, after))
+            eps = float(jnp.finfo(loss.dtype).eps)
+            rounding = eps**0.5 * jnp.abs(before) + eps * half_square(first)
+            return values, energy <= before + rounding
 
         def backward(inputs, message):
-            values = infer(*inputs)
+            values, lower = infer(*inputs)
+            message = jnp.where(lower, message, jnp.nan)
             _, pullback = jax.vjp(lambda *inputs: with_values(values, *inputs), *inputs)
             gradients = pullback(jnp.ones_like(message))
             return tuple(
@@ -121,11 +133,11 @@ def _value_node(site: ProgramSite, value: jax.Array) -> Propagator:
     return Propagator(forward, backward)
 
 
-def _prediction(site: ProgramSite, zeros: jax.Array) -> Propagator:
-    """The output is the prediction, which is also the message to the zeros."""
+def _prediction(site: ProgramSite, value: jax.Array, given: bool = False) -> Propagator:
+    """The output is the prediction, or the value if that is given; the message to the value is the prediction."""
 
     def forward(*inputs):
         prediction = site.function(*inputs)
-        return prediction, (prediction, inputs)
+        return value if given else prediction, (prediction, inputs)
 
     return Propagator(forward, lambda memory, message, *result: (memory[0], *(None for _ in memory[1])))

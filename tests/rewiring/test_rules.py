@@ -520,6 +520,26 @@ def test_a_value_that_no_message_reaches_stays_its_prediction():
     close(others, expected)
 
 
+def test_gradients_are_nan_where_inference_raises_the_energy():
+    """A descent that is too fast ends anywhere, with gradients of any size. At the least energy it stays."""
+    # The energy has the curvature 1 + a^2. A relu of NaN has the derivative 0.
+    loss = lambda w, a, x: jnp.sum((a * jnp.tanh(x @ jax.nn.relu(w)) - 1) ** 2) / 2
+    coded = lambda f, rate: jax.grad(ap.rewire(f, ap.rewiring.predictive_coding("tanh", rate=rate)))
+    half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+
+    @jax.jit
+    def gradients(ws, a, x):
+        each = jax.vmap(coded(loss, 0.1), (None, 0, 0))(ws[0], a, x)
+        least = ws, x, network(ws, x)
+        return each, coded(loss, 0.05)(ws[0], a, x), [coded(squared_error, 0.2)(*args) for args in (least, half(least))]
+
+    a = np.float32([[0], [2], [4], [5], [30], [1e15]])  # the least one that diverges at the rate 0.1 is the root of 19
+    each, slow, least = gradients(SMALL, a, X)
+    np.testing.assert_array_equal(np.isnan(each).all((1, 2)), [False, False, False, True, True, True])
+    assert not np.isnan(each[:3]).any() and np.isnan(slow).all() and not any(np.isnan(g).any() for g in least[0])
+    assert not any(np.isnan(np.float32(g)).any() for g in least[1])
+
+
 def test_message_scales_all_and_examples_are_inferred_apart():
     """The mean outside is the sum divided, and `vmap` over examples gives what the batch gives."""
     rewired = ap.rewire(squared_error, ap.rewiring.predictive_coding("tanh", steps=5))
