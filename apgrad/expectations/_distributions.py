@@ -17,7 +17,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import lax
 from jax.scipy.special import gammaln
-from numpyro.distributions import constraints
+from numpyro.distributions import constraints, transforms as to
 
 from apgrad._ground.primitives import refuse_derivative, refuse_second_derivative, zero_with_gradient
 from apgrad.expectations import _supports as supports
@@ -135,33 +135,47 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     # once in ten million times) for impossible, though its density is finite and right.
     with standard_promotion(), numpyro.validation_enabled(False):
         density = log_prob(once_at_kinks(what, distribution), lax.stop_gradient(x), own=True)
-        rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, x, density.shape)
+        rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, density.shape, x)
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
 
-def _is_rounded(distribution, x, shape):
+def _is_rounded(distribution, shape, x, step=0.0):
     """Whether samples, of this batch shape, lost to rounding what their score depends on.
 
-    A sample with a location and a scale has, where neighbouring numbers may be more than a quarter of the scale apart.
+    A sample near a location has, where neighbouring numbers may be more than a quarter of the scale there apart: `step`
+    is four times their distance, as the inverses of transforms stretch it.
     A sample of the unit interval or the simplex has, where NumPyro clipped it to keep it away from the ends.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
-    while isinstance(distribution, supports.WRAPPERS):
+    at_least = lambda step, x: jnp.maximum(jnp.abs(step), jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)))
+    rounded, step = jnp.zeros(shape, bool), at_least(step, x)
+    while isinstance(distribution, _AROUND):
         distribution = distribution.base_dist
+    for move in reversed(supports.transforms_of(distribution)):
+        rounded |= clipped(x) if isinstance(supports.constraint_of(move, "codomain"), _UNIT) else False
+        x, step = jax.jvp(move.inv, (x,), (step,)) if isinstance(move, _SMOOTH_MOVES) else (move.inv(x), 0.0)
+        x, step = lax.stop_gradient((x, at_least(step, x)))
+    if isinstance(distribution, dist.TransformedDistribution):
+        return rounded | _is_rounded(distribution.base_dist, shape, x, step)
+    beside = isinstance(distribution, dist.MixtureSameFamily)  # whose components have an axis of their own
+    for part in supports.components_of(distribution):
+        rounded |= _is_rounded(part, shape, *(jnp.expand_dims(v, len(shape)) if beside else v for v in (x, step)))
     if isinstance(distribution, _LOC_SCALE):
-        scale: Any = lax.stop_gradient(distribution.scale)
-        return within(jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)) > scale)
-    rounded, moves = jnp.zeros(shape, bool), supports.transforms_of(distribution)
-    ends = [isinstance(supports.constraint_of(transform, "codomain"), _UNIT) for transform in moves]
-    while any(ends):
-        rounded |= clipped(x) if ends.pop() else False
-        x = lax.stop_gradient(moves.pop().inv(x))
-    if isinstance(distribution, (*_OF_GAMMAS, dist.TransformedDistribution)):
-        return rounded
-    return rounded | clipped(x) if isinstance(supports.constraint_of(distribution, "support"), _UNIT) else rounded
+        scale = width = distribution.scale
+    elif isinstance(distribution, dist.MultivariateNormal | dist.MultivariateStudentT):
+        scale = jnp.diagonal(distribution.scale_tril, axis1=-2, axis2=-1)  # given the components before
+        width = jnp.linalg.norm(distribution.scale_tril, axis=-1)
+    elif isinstance(distribution, dist.LowRankMultivariateNormal):
+        scale, factor = jnp.sqrt(distribution.cov_diag), jnp.asarray(distribution.cov_factor)
+        width = scale + jnp.linalg.norm(factor, axis=-1)
+    else:
+        unit = isinstance(supports.constraint_of(distribution, "support"), _UNIT)
+        return rounded | clipped(x) if unit and not isinstance(distribution, _OF_GAMMAS) else rounded
+    near = jnp.abs(x - distribution.loc) <= 8 * (width + step)
+    return rounded | within(near & (step > scale))
 
 
 def _at_ends(x):
@@ -371,6 +385,10 @@ def _has_cdf(distribution, x) -> bool:
 _BY_LOGITS = (dist.BernoulliLogits, dist.BinomialLogits)
 _OF_GAMMAS = (dist.Beta, dist.Dirichlet)
 _LOC_SCALE = (dist.Normal, dist.Laplace, dist.Logistic, dist.Cauchy, dist.Gumbel, dist.StudentT, dist.SoftLaplace)
+_LOC_SCALE += (dist.AsymmetricLaplace, dist.AsymmetricLaplaceQuantile)
+_TRUNCATED = (dist.LeftTruncatedDistribution, dist.RightTruncatedDistribution, dist.TwoSidedTruncatedDistribution)
+_AROUND = (*supports.WRAPPERS, *_TRUNCATED, dist.FoldedDistribution)
+_SMOOTH_MOVES = (to.AffineTransform, to.ExpTransform, to.SigmoidTransform, to.LowerCholeskyAffine)
 _KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # where their location is; other densities are smooth inside
 _UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)

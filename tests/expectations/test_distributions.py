@@ -381,6 +381,42 @@ def test_a_gate_that_is_open_or_shut_has_a_finite_score():
     np.testing.assert_allclose(found, [case[-1] for case in cases], rtol=1e-5)
 
 
+def _at_100(scale):
+    """Distributions of such a scale at 100, of 4 lanes."""
+    far, one, event = 100 * jnp.ones(4), dist.Normal(jnp.zeros(4), 1.0), 100 * jnp.ones((4, 2))
+    move, tril = to.AffineTransform(far, scale), scale * jnp.array([[1.0, 0.0], [1.0, 0.5]])
+    half = dist.Categorical(probs=jnp.full((4, 2), 0.5))
+    both = jnp.stack([far, 0 * far], axis=-1)
+    return {
+        "multivariate": dist.MultivariateNormal(event, scale_tril=tril),
+        "Student": dist.MultivariateStudentT(5.0, event, tril),
+        "low rank": dist.LowRankMultivariateNormal(event, scale * event[..., None] / 100, scale**2 * event / 100),
+        "truncated": dist.TruncatedNormal(far, scale, low=0.0),
+        "moved": transformed(one, to.AffineTransform(0.0, 2.0), move),
+        "moved mixture": transformed(dist.MixtureGeneral(half, [one, dist.Normal(one.loc, 2.0)]), move),
+        "by a matrix": transformed(pair(normal(0.0)).expand([4]), to.LowerCholeskyAffine(event, tril)),
+        "of the logarithm": dist.LogNormal(jnp.log(far), scale / 100),
+        "skewed": dist.AsymmetricLaplace(far, scale, 1.2),
+        "mixture": dist.MixtureSameFamily(half, dist.Normal(both, scale)),
+        "mixture with a wide one": dist.MixtureGeneral(half, [dist.Normal(far, scale), dist.Normal(far, 9.0)]),
+    }
+
+
+def test_a_sample_that_is_rounded_more_coarsely_than_its_scale_has_no_score():
+    def lost(scale):
+        made = _at_100(scale)
+        # A component of a mixture rounds the samples near it, and those of the wide one are not.
+        spike = dist.Normal(jnp.stack([jnp.zeros(4), 100 * jnp.ones(4)], axis=-1), jnp.stack([scale, 9.0]))
+        made |= {"fine: mixture": dist.MixtureSameFamily(dist.Categorical(probs=jnp.full((4, 2), 0.5)), spike)}
+        score = lambda d: distributions.score("LR", d, jnp.full(d.shape(), 100.0))
+        return {name: jnp.any(jnp.isnan(score(d))) for name, d in made.items()}
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        coarse, fine = (jax.jit(lost)(jnp.float32(scale)) for scale in (2e-6, 1e-2))
+    assert {name for name, found in coarse.items() if not found} == {"fine: mixture"}
+    assert not any(fine.values()), fine
+
+
 @pytest.mark.parametrize("case", ["scaled Poisson", "Pareto", "masked event", "shifted log-normal", "Kumaraswamy"])
 def test_total_propagation_is_refused_where_one_of_its_estimators_is(case):
     node = ap.stochastic(ap.total_propagation())(lambda t: CASES[case](t).distribution)
