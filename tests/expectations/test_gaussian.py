@@ -154,6 +154,25 @@ def test_components_of_any_scale_keep_their_variance():
     np.testing.assert_allclose(found.mean, -100 * np.exp(-0.5) * np.sin(0.5), rtol=0.05)
 
 
+def test_a_state_whose_square_leaves_its_type_is_like_any_other():
+    # The cost and the parameter are in units of the scale.
+    def gradient(resample, scale):
+        def run(tape, theta):
+            state = dist.Normal(jnp.array([1.0, 2.0]) * theta * scale * jnp.ones((10, 1)), 0.3 * theta * scale)
+            tape, x = ap.sample(tape, state.to_event(1), ap.reparameterization())
+            cost = lambda x: quadratic(x / scale)
+            if resample:
+                tape, x = ap.gaussian_resampling(tape, x)
+                return tape.cost(jax.vmap(cost)(x))
+            return tape.cost(cost, x, shaping=ap.gaussian_shaping())
+
+        return jnp.stack(ap.value_and_grad(run, 10)(KEY, 0.7))
+
+    both = jax.jit(lambda scale: [gradient(way, scale) for way in (True, False)])
+    plain, small, large = (both(np.float32(2.0**n)) for n in (0, -70, 70))
+    np.testing.assert_allclose([small, large], [plain, plain], rtol=1e-5)
+
+
 @pytest.mark.parametrize("lanes, size", [(3, 10), (8, 2)])
 def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
     one_axis = jnp.zeros((lanes, size)).at[:, 0].add(jnp.linspace(0.0, 1.0, lanes))

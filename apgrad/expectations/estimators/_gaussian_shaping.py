@@ -82,13 +82,19 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
 
 def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """The lanes' states as rows, (B, D), of float32 at least, and what gives rows the states' structure and dtype."""
+    """The lanes' states as rows, (B, D), of float32 at least, and what gives rows the states' structure and dtype.
+
+    The rows are in units of each component's range, so that squares of small and large states stay within the dtype.
+    """
     for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
     rows = jax.vmap(lambda lane: ravel_pytree(lane)[0])(tree)
     unravel = jax.vmap(ravel_pytree(jax.tree.map(lambda leaf: leaf[0], tree))[1])
-    return rows.astype(np.promote_types(rows.dtype, np.float32)), lambda moved: unravel(moved.astype(rows.dtype))
+    wide = rows.astype(np.promote_types(rows.dtype, np.float32))
+    span = lax.stop_gradient(jnp.ptp(wide, axis=0))
+    unit = jnp.where(span > 0, span, 1)[None]
+    return wide / unit, lambda moved: unravel((moved * unit).astype(rows.dtype))
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
