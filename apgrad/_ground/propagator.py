@@ -18,7 +18,7 @@ from apgrad._ground.closures import reached
 from apgrad._ground.messages import Static as Static, check_messages, describe, form_of, numbered, tuple_of
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import pure
-from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked
+from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked, varying
 
 
 class Propagator(NamedTuple):
@@ -89,7 +89,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
                 "a propagator is differentiated, but its output has no floating-point array, and no other gets "
                 "messages. Return it in the input's dtype, as ap.skip does; or call the function without ap.node."
             )
-        residual = memory, form_of(inputs)
+        residual = memory, form_of(inputs), Static(tuple(map(varying, jax.tree.leaves(inputs))))
         if perturbed:
             largest, everything = memory, jax.tree.map(lambda _: True, inputs)
             some = zip(jax.tree.leaves(flags), jax.tree.leaves(inputs), strict=True)
@@ -102,9 +102,13 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         return output, residual
 
     def bwd(residual, message):
-        memory, inputs = residuals.unpacked(residual) if perturbed else residual
+        memory, inputs, axes = residuals.unpacked(residual) if perturbed else residual
         message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
-        return check_messages(propagator.backward(memory, message), inputs)
+        messages = check_messages(propagator.backward(memory, message), inputs)
+        apart = lambda n, m: m if m is not None and varying(m) - axes.value[n] else None
+        unlike = jax.tree.map(apart, numbered(inputs), messages)
+        require_unchecked("nodes send messages that vary from shard to shard to what the shards share,", unlike)
+        return messages
 
     call.defvjp(fwd, bwd, symbolic_zeros=perturbed)
 

@@ -21,7 +21,7 @@ from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
 __all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "rebuild"]
-__all__ += ["require_auto", "require_known", "require_unchecked", "require_values"]
+__all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying"]
 
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
@@ -274,10 +274,14 @@ def require_auto(doing: str) -> None:
         raise NotImplementedError(f"{doing}: {explicit}; or wrap the function that calls it by jax.sharding.auto_axes")
 
 
+def varying(x: Any) -> frozenset[str]:
+    """The axes in which an array varies from shard to shard, where `jax.shard_map` checks it."""
+    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())
+
+
 def require_unchecked(what_is_done: str, tree: Any) -> None:
     """Refuses arrays that vary from shard to shard where `jax.shard_map` checks what varies."""
-    types = [getattr(jax.typeof(x), "mat", None) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    if any(getattr(kind, "varying", None) for kind in types):
+    if any(varying(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)):
         raise TypeError(
             f"{what_is_done} inside of jax.shard_map with check_vma=False only. Then gradients of what the shards "
             "share are those of a shard: add them up by jax.lax.psum."

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import number
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, backpropagation, chain
+from apgrad._programs.jaxprs import require_unchecked
 from apgrad.rewiring._sites import ProgramSite
 
 Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
@@ -117,6 +118,7 @@ def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagat
     _require_layer(site)
 
     def backward(remembered, message, *result):
+        require_unchecked("a function is rewired by a rule of layers", message)
         x, w = remembered
         return answer(w, message, to_weight(site, x, message), *result)
 

@@ -80,7 +80,10 @@ def test_where_shard_map_checks_what_varies_readers_that_cannot_are_refused_and_
     feedback = aligned.init(w, jnp.ones((2, 4)))
     paths = lambda f: ap.semiring_grad(f, ap.tracing.ordinary())
     by_alignment = lambda w, x: jax.grad(lambda w: aligned(feedback, w, x))(w)
-    ways = paths(loss), lambda w, x: paths(lambda w: loss(w, x))(w), by_alignment
+    symmetric = ap.rewire(loss, ap.rewiring.sign_symmetry())  # of one layer, so that it is backpropagation
+    product = ap.node(ap.Propagator(lambda w, x: (x @ w, (w, x)), lambda given, m: (given[1].T @ m, m @ given[0].T)))
+    by_node = jax.grad(lambda w, x: jnp.sum(jnp.tanh(product(w, x)) ** 2))
+    ways = paths(loss), lambda w, x: paths(lambda w: loss(w, x))(w), by_alignment, jax.grad(symmetric), by_node
     x = jax.random.normal(jax.random.key(1), (2, 4))
     for way in ways:
         specs = {"mesh": mesh, "in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
