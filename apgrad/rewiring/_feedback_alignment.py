@@ -14,7 +14,8 @@ from apgrad.rewiring._rewire import Rule
 def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights, the rule's parameters, which get no update.
 
-    The first layer has feedback weights too, which change nothing, as their message goes to the data.
+    The first layer has feedback weights too, which change nothing, as their message goes to the data. A layer that is
+    called several times in Python, as in an unrolled recurrent network, has others at each call; in a `scan`, one.
     Example: `ap.rewire`.
 
     Args:
