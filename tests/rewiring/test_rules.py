@@ -520,7 +520,7 @@ def test_a_value_that_no_message_reaches_stays_its_prediction():
     close(others, expected)
 
 
-def test_gradients_are_nan_where_inference_raises_the_energy():
+def test_gradients_are_nan_where_inference_more_than_doubles_the_energy():
     """A descent that is too fast ends anywhere, with gradients of any size. At the least energy it stays."""
     # The energy has the curvature 1 + a^2. A relu of NaN has the derivative 0.
     loss = lambda w, a, x: jnp.sum((a * jnp.tanh(x @ jax.nn.relu(w)) - 1) ** 2) / 2
