@@ -10,7 +10,7 @@ from jax.tree_util import Partial
 
 from apgrad._programs.jaxprs import place, restrict
 from apgrad.tracing._semirings import Semiring, Value
-from apgrad.tracing._sums import dtype_of
+from apgrad.tracing._sums import dtype_of, form
 
 
 class Equation(NamedTuple):
@@ -35,11 +35,11 @@ EdgeRule = Callable[[Equation], Pull]
 def edge(semiring: Semiring, weight: Any, message: Value, dtype: Any) -> Value:
     """The message that edges carry to their inputs: the derivative times the message at the output."""
     weight = jnp.asarray(weight, dtype_of(message))
-    return cast(semiring.times(semiring.lift(weight), message), dtype)
+    return cast(semiring, semiring.times(semiring.lift(weight), message), dtype)
 
 
-def cast(message: Value, dtype: Any) -> Value:
-    return tuple(x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in message)
+def cast(semiring: Semiring, message: Value, dtype: Any) -> Value:
+    return tuple(x.astype(form(zero, dtype)) for x, zero in zip(message, semiring.zero, strict=True))
 
 
 def derivatives(equation: Equation) -> list[Any]:

@@ -174,9 +174,10 @@ def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool
         masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], words_of_bits, strict=True))
         return (*message[:rest], *masks)
 
-    messages = values(Context(SEMIRINGS[kind](words), NESTED, enter=enter), loss)
+    semiring = SEMIRINGS[kind](words)
+    messages = values(Context(semiring, NESTED, enter=enter), loss)
     gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), loss)
-    columns = [_column(v, g, len(components), words) for v, g in zip(messages, gradients, strict=True)]
+    columns = [_column(semiring, v, g, len(components), words) for v, g in zip(messages, gradients, strict=True)]
     share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
     return Influence(share, weighed, components, loss.names, kind)
 
@@ -218,13 +219,13 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def _column(value, gradient, components, words):
-    strength = value[1 if len(value) - words == 2 else 0].ravel()
+def _column(semiring, value, gradient, components, words):
+    strength = value[semiring.compared].ravel()
     masks = jnp.stack([m.ravel() for m in value[-words:]])
     # Counts of more than 65,504, and sums, are no numbers of float16.
     dtype = np.promote_types(strength.dtype, np.float32)
     size = jnp.abs(gradient).ravel().astype(dtype)
-    alive, unknown = strength > 0, jnp.any(jnp.isnan(strength))
+    alive, unknown = strength > semiring.zero[semiring.compared], jnp.any(jnp.isnan(strength))
     place = jnp.arange(components)
     bits = (masks[place // 32] >> (place % 32).astype(jnp.uint32)[:, None]) & 1
     through = (bits == 1) & alive

@@ -110,7 +110,7 @@ def _bilinear(equation: Equation) -> Pull:
                 return jax.linear_transpose(lambda x: call(*((x, a) if side == 0 else (a, x)))[0], mine)(b)[0]
 
             lifted = semiring.lift(inputs[1 - side].astype(dtype_of(messages[0])))
-            return cast(bilinear(semiring, lifted, messages[0], transposed), mine.dtype)
+            return cast(semiring, bilinear(semiring, lifted, messages[0], transposed), mine.dtype)
 
         return [answer(side) if wanted else None for side, wanted in enumerate(active)]
 

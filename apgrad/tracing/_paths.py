@@ -3,8 +3,8 @@
 A program is walked again, and all messages are kept. At each variable the path goes to the equation that sent most to
 its element, and there to the output element that sent most, which a column of the Jacobian shows (a one-hot `jax.jvp`).
 
-With the messages of `top_k`, each contribution comes with the weights of its own k heaviest paths. The path of rank n
-goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
+With the messages of `viterbi(count=k)`, each contribution comes with the weights of its own k heaviest paths. The path
+of rank n goes to the contribution that has the n-th greatest of all these weights, and continues as the path of it.
 """
 
 import functools
@@ -24,7 +24,8 @@ from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
 from apgrad.tracing._equation import transposed_mode
 from apgrad.tracing._interpreter import Context, backward, filled, forward, walk
-from apgrad.tracing._semirings import Semiring
+from apgrad.tracing._semirings import LOG, Semiring, top_k
+from apgrad.tracing._sums import dtype_of
 
 
 class PathStep(NamedTuple):
@@ -60,10 +61,13 @@ def _heaviest(compared: int) -> Any:
     return plus
 
 
-def viterbi(masks: int = 0) -> Semiring:
-    """The semiring of the heaviest path, which has the greatest product of |derivatives|."""
-    times, none = lambda a, b: (a[0] * b[0], *b[1:]), (0,) * masks
-    return Semiring("viterbi", lambda w: (jnp.abs(w),), times, _heaviest(0), (0.0, *none), (1.0, *none), compared=0)
+def viterbi(masks: int = 0, count: int = 1) -> Semiring:
+    """The semiring of the heaviest path, or of more. It adds logarithms: products would leave the range of a dtype."""
+    several, zero = top_k(count), (LOG(-math.inf),)
+    plus, compared = (_heaviest(0), 0) if count == 1 else (several.plus, None)
+    times = lambda a, b: (*(a[0] + x for x in b[:count]), *b[count:])
+    lift, rest = lambda w: (jnp.log(jnp.abs(w)),), (count - 1) * zero + masks * (0,)
+    return Semiring(several.name, lift, times, plus, zero + rest, (LOG(0), *rest), compared=compared)
 
 
 def greedy(masks: int = 0) -> Semiring:
@@ -118,9 +122,9 @@ Way = tuple[list[PathStep], Element | None]
 """The steps of a path and where they end: at an output, or at None if no path goes on."""
 
 
-def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[Any, int] | None:
+def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int, zero: float) -> tuple[Any, int] | None:
     """Of contributions `(what, weights of its paths)`, the one that has the weight of this rank, and which it is."""
-    weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= 0]
+    weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= zero]
     if any(math.isnan(w) for w, *_ in weighed):
         raise ValueError(
             "the element has no heaviest path, because a derivative between it and the loss is NaN, or is 0 where "
@@ -131,11 +135,12 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[
 
 
 class Reader:
-    """Reads paths by the messages of `viterbi()`, `greedy()` or `top_k(k)`, and keeps the compiled walks."""
+    """Reads paths by the messages of `viterbi()` or `greedy()`, and keeps the compiled walks."""
 
     def __init__(self, context: Context, compiled: Compiled):
         self.context, self._compiled = context, compiled
         compared = context.semiring.compared
+        self.zero = float(context.semiring.zero[compared or 0])
         self.weights = slice(None) if compared is None else slice(compared, compared + 1)
         self._made: dict[Any, Any] = {}
 
@@ -153,7 +158,7 @@ class Reader:
                 for number, (atom, weights) in enumerate(zip(atoms, contributions, strict=True))
                 if atom is variable and weights is not None
             ]
-            chosen = ranked(candidates, rank)
+            chosen = ranked(candidates, rank, self.zero)
             if chosen is None:
                 return [], None
             (row, number), rank = chosen
@@ -218,24 +223,25 @@ class Reader:
         function, (x,) = jaxprs.restrict(call, inputs, [at.number])
         x = jnp.asarray(x)
         _, columns = jax.jvp(function, (x,), (jnp.zeros_like(x).at[at.index].set(1),))
-        candidates = []
-        for number, (column, weights) in enumerate(zip(columns, self._weights(arrived), strict=True)):
-            if weights is None or column.size == 0:
+        candidates, semiring = [], self.context.semiring
+        for number, (column, message) in enumerate(zip(columns, arrived, strict=True)):
+            if message is None or column.size == 0:
                 continue
-            column, weights = np.asarray(column), np.stack([np.asarray(w) for w in weights], axis=-1)
-            products = np.abs(column)[..., None] * weights
-            flat = np.where(products > 0, products, 0).reshape(-1, products.shape[-1])
+            sent = semiring.times(semiring.lift(column.astype(dtype_of(message))), message)
+            products, weights = (np.stack(m[self.weights], axis=-1) for m in (sent, message))
+            flat = np.where(products > self.zero, products, self.zero).reshape(-1, products.shape[-1])
             # No more elements than rank + 1 can count.
             first = np.argsort(-flat[:, 0], kind="stable")[: at.rank + 1] if at.rank else [np.argmax(flat[:, 0])]
             for i in np.sort(first):
                 index = tuple(int(n) for n in np.unravel_index(i, column.shape))
                 candidates.append(((number, index, float(column[index]), weights[index]), flat[i]))
-        chosen = ranked(candidates, at.rank)
+        chosen = ranked(candidates, at.rank, self.zero)
         if chosen is None:
             return [], None
         (number, index, weight, after), rank = chosen
-        shape = tuple(eqn.outvars[number].aval.shape)
-        step = PathStep(eqn.primitive.name, scope, (), shape, index, weight, float(after[rank]))
+        shape, rest = tuple(eqn.outvars[number].aval.shape), float(after[rank])
+        rest = rest if self.zero == 0 else math.exp(rest) if rest < 709 else math.inf
+        step = PathStep(eqn.primitive.name, scope, (), shape, index, weight, rest)
         return [step], Element(number, index, rank)
 
     def _rule(self, scope, eqn, inputs, active, arrived, at) -> Way:
@@ -278,7 +284,7 @@ class Reader:
         step, steps = 0, []
         if number < fixed:
             weights = [self._weights(answers)[number] for answers in sent]
-            chosen = ranked([(t, [w[index] for w in each]) for t, each in enumerate(weights) if each], rank)
+            chosen = ranked([(t, [w[index] for w in each]) for t, each in enumerate(weights) if each], rank, self.zero)
             if chosen is None:
                 return [], None
             step, rank = chosen

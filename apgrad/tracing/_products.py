@@ -41,7 +41,7 @@ def _dot_general(equation: Equation) -> Pull:
             swapped = mine.last_is_contracted and (side == 0 or weight.shape[2] >= 16)
             found = contract(semiring, weight, arrived, swapped=swapped, precision=precision)
             order = (mine.free, mine.contracted) if swapped else (mine.contracted, mine.free)
-            return cast(jax.tree.map(functools.partial(mine.restore, order=order), found), dtypes[side])
+            return cast(semiring, jax.tree.map(functools.partial(mine.restore, order=order), found), dtypes[side])
 
         return [answer(side) if wanted else None for side, wanted in enumerate(active)]
 
@@ -103,7 +103,7 @@ def dense(equation: Equation) -> Pull:
             column = jax.tree.map(lambda x: x.reshape(1, -1, 1), message)
             for n, jacobian in enumerate(rows):
                 found = contract(semiring, jacobian.reshape(1, jacobian.shape[0], -1), column)
-                part = cast(jax.tree.map(lambda x, n=n: x.reshape(shapes[chosen[n]]), found), jacobian.dtype)
+                part = cast(semiring, jax.tree.map(lambda x, n=n: x.reshape(shapes[chosen[n]]), found), jacobian.dtype)
                 before = total[n]
                 total[n] = part if before is None else semiring.plus(before, part)
         return answer(total)

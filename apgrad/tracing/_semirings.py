@@ -21,6 +21,7 @@ from apgrad._ground.messages import describe
 __all__ = ["Semiring", "absolute_sum", "entropy", "max_product", "ordinary", "top_k"]
 Value = tuple[Any, ...]
 """One array for each component, all of one shape."""
+LOG: Any = np.float32  # the type of a zero or one that is a logarithm
 
 
 class Semiring(NamedTuple):
@@ -155,7 +156,8 @@ def entropy() -> Semiring:
 
     The expectation semiring (Eisner, "Parameter estimation for probabilistic finite-state transducers", ACL 2002): of
     each path's weight p it sums p and r = p log p, by (p, r)(p', r') = (pp', pr' + rp'). With Z the sum of the p, the
-    entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none.
+    entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none. The weights are numbers of the
+    variable's dtype: beyond its range they are 0 or inf, and the entropy 0 or NaN. There take float64.
 
     Example:
       >>> import apgrad as ap

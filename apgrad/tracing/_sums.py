@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad.tracing._semirings import Semiring, Value
+from apgrad.tracing._semirings import LOG, Semiring, Value
 
 CHUNK = 16  # maxima taken at once: fewer, and memory traffic costs more (2 to 8: the compiler makes no vectors of them)
 SMALL = 4096  # elements below which a step of the loop costs more than its work
@@ -17,7 +17,12 @@ SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
     """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32."""
-    return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
+    return tuple(jnp.full(shape, s, form(s, dtype)) for s in scalars)
+
+
+def form(scalar: float | int, dtype: Any) -> Any:
+    """The dtype at a variable: of logarithms float32 at least, as half precision hardly tells them from each other."""
+    return np.uint32 if isinstance(scalar, int) else np.promote_types(dtype, LOG) if isinstance(scalar, LOG) else dtype
 
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
@@ -79,8 +84,9 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
         best = _greatest_by_index(strength, index, result[compared])
         own = (strength == best.at[index].get(mode="fill", fill_value=-1)) | jnp.isnan(strength)
         place = jnp.arange(index.size)
+        later = zip(value[compared:], semiring.zero[compared:], strict=True)
         first = jnp.full(size, index.size).at[index].min(jnp.where(own, place, index.size), mode="drop")
-        return *added(compared), *(x.at[first].get(mode="fill", fill_value=0) for x in value[compared:])
+        return *added(compared), *(x.at[first].get(mode="fill", fill_value=z) for x, z in later)
     order = jnp.argsort(index, stable=True)
     index, value = index[order], tuple(x[order] for x in value)
 

@@ -13,10 +13,10 @@ from apgrad._programs import jaxprs
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import Influence, PathKind, at_depth, influence_in, require_options
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, PathStep, Reader
+from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, PathStep, Reader, viterbi
 from apgrad.tracing._scopes import warn_of_residual_adds
 from apgrad.tracing._semiring_grad import original, propagated, traced
-from apgrad.tracing._semirings import max_product, top_k
+from apgrad.tracing._semirings import max_product
 from apgrad.tracing._sums import constant
 
 # What was compiled for a function, as long as the function lives.
@@ -89,7 +89,7 @@ class Trace:
 
     @functools.cached_property
     def weights(self) -> Any:
-        """The weight of the heaviest path of each element, in the structure of the parameters."""
+        """The weight of each element's heaviest path, by `max_product`: 0 or inf beyond the range of its dtype."""
         return self._loss.tree(self._run(lambda loss: propagated(max_product(), loss)))
 
     def influence(self, kind: PathKind = "viterbi", *, depth: int | None = None, top: int | None = None) -> Influence:
@@ -135,7 +135,7 @@ class Trace:
           >>> [[(step.primitive, step.weight) for step in path] for path in trace.paths("x")]
           [[('mul', 3.0), ('sub', 1.0)], [('mul', 2.0), ('sub', -1.0)]]
         """
-        return [p for p in self._read(parameter, index, top_k(count), count) if p is not None]
+        return [p for p in self._read(parameter, index, viterbi(count=count), count) if p is not None]
 
     def _read(self, parameter, index, semiring, count):
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter

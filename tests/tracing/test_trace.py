@@ -1,5 +1,7 @@
 """Paths and influence: against Algorithm 1 transcribed, each other, and small cases by hand."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -329,3 +331,40 @@ def test_an_array_that_python_looks_at_is_a_constant_of_the_program():
 
     trace = ap.trace_gradients(loss)(jnp.ones(2), np.array([3]), 2.0)
     assert trace.weights.tolist() == [16, 16] and len(trace.path("x", 0)) == 5
+
+
+def chain(x, m):
+    """Three ways into 20 matrices [[a, b], [b, a]]: with a > b > 0 the heaviest path is by `second`, and in one row."""
+    ways = {"first": 1.0, "second": 1.0625, "dead": 0.0}
+    h = x[jnp.array([0, 1])]  # x[2] has no path
+    h = sum(jax.named_scope(name)(jnp.multiply)(h, jnp.asarray(s, h.dtype)) for name, s in ways.items())
+    with jax.named_scope("chain"):
+        return jnp.sum(jax.lax.scan(lambda h, _: (m @ h, None), h, None, length=20)[0])
+
+
+def test_influence_compares_weights_beyond_the_range_of_their_dtype():
+    entries = {
+        jnp.float32: [(1e-3, 5e-4), (1e-20, 1e-30), (1e3, 5e2), (0.7, 0.1), (0.0, 0.0)],
+        jnp.bfloat16: [(1e-3, 5e-4), (0.2, 0.1), (1e3, 5e2)],
+        jnp.float16: [(1e-3, 5e-4), (0.7, 0.5), (1e3, 5e2)],
+    }
+    matrices = [jnp.array([[[a, b], [b, a]] for a, b in pairs], dtype) for dtype, pairs in entries.items()]
+    of_each = lambda m: jax.vmap(ap.tracing.influence(chain), (None, 0))(jnp.ones(3, m.dtype), m).share[:, :, 0]
+    for pairs, found in zip(entries.values(), jax.jit(lambda ms: [of_each(m) for m in ms])(matrices), strict=True):
+        np.testing.assert_array_equal(found, [[0, 1, 0, 1] if a else [np.nan] * 4 for a, _ in pairs])
+
+
+def test_paths_compare_weights_beyond_the_range_of_their_dtype():
+    traced = ap.trace_gradients(chain)
+    for a, b in ((1e20, 1e19), (1e-3, 5e-4)):
+        trace = traced(jnp.ones(3), jnp.array([[a, b], [b, a]]))
+        found = trace.paths("x", 0, 3)
+        logs = [sum(math.log(s.weight) for s in path) for path in found]
+        heaviest = 20 * math.log(a) + math.log(1.0625)
+        np.testing.assert_allclose(logs, [heaviest, 20 * math.log(a), heaviest + math.log(b / a)], rtol=1e-6)
+        assert found[0] == trace.path("x", 0) and trace.paths("x", 2) == []
+        assert [s.steps for s in found[0] if s.steps] == [(i,) for i in range(20)] and found[0][1].scope == "second"
+        for path in found:  # the weight of the rest, as far as Python's numbers go
+            rests = [math.prod(s.weight for s in path[i + 1 :]) for i in (0, 5, 20)]
+            np.testing.assert_allclose([path[i].message for i in (0, 5, 20)], rests, rtol=1e-3)
+    assert ap.tracing.draw(trace, "x", 1).axes[0].lines[0].get_xdata()[-1] == pytest.approx(1.0625e-60, rel=1e-5)
