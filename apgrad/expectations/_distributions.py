@@ -139,7 +139,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
 
-def _is_rounded(distribution, shape, x, step=0.0):
+def _is_rounded(distribution: Any, shape, x, step: Any = 0.0):
     """Whether samples, of this batch shape, lost to rounding what their score depends on.
 
     A sample near a location has, where neighbouring numbers may be more than a quarter of the scale there apart: `step`
@@ -166,11 +166,12 @@ def _is_rounded(distribution, shape, x, step=0.0):
     if isinstance(distribution, _LOC_SCALE):
         scale = width = distribution.scale
     elif isinstance(distribution, dist.MultivariateNormal | dist.MultivariateStudentT):
-        scale = jnp.diagonal(distribution.scale_tril, axis1=-2, axis2=-1)  # given the components before
-        width = jnp.linalg.norm(distribution.scale_tril, axis=-1)
+        factor: Any = distribution.scale_tril
+        scale = jnp.diagonal(factor, axis1=-2, axis2=-1)  # given the components before
+        width = jnp.linalg.norm(factor, axis=-1)
     elif isinstance(distribution, dist.LowRankMultivariateNormal):
-        scale, factor = jnp.sqrt(distribution.cov_diag), jnp.asarray(distribution.cov_factor)
-        width = scale + jnp.linalg.norm(factor, axis=-1)
+        scale = jnp.sqrt(distribution.cov_diag)
+        width = scale + jnp.linalg.norm(jnp.asarray(distribution.cov_factor), axis=-1)
     else:
         unit = isinstance(supports.constraint_of(distribution, "support"), _UNIT)
         return rounded | clipped(x) if unit and not isinstance(distribution, _OF_GAMMAS) else rounded
@@ -186,7 +187,8 @@ def _at_ends(x):
 
 def require_density(what: str, distribution: Any) -> None:
     for part in supports.parts_of(distribution):
-        folds = not isinstance(part, dist.FoldedDistribution) and supports.folds(part)
+        # The log_prob of a folded distribution knows no transform but AbsTransform, and NumPyro takes over its base's.
+        folds = supports.folds(part) and not (isinstance(part, dist.FoldedDistribution) and len(part.transforms) == 1)
         wrong = f"{what}: the log_prob of {type(part).__name__} is not the density of its samples"
         if isinstance(part, _NOT_A_DENSITY) or folds:
             instead = "Sample what is underneath, and mask, censor or transform in the cost (jnp.where)."
@@ -299,13 +301,14 @@ class _Counts(_OfPart):
     """
 
     def log_prob(self, value):
-        part, x = copy.copy(self.part), jnp.asarray(value, jnp.result_type(float))
+        part: Any = copy.copy(self.part)
+        x = jnp.asarray(value, jnp.result_type(float))
         none = x == 0
-        if isinstance(part, dist.MultinomialProbs | dist.MultinomialLogits):
-            probs = isinstance(part, dist.MultinomialProbs)
+        if isinstance(self.part, dist.MultinomialProbs | dist.MultinomialLogits):
+            probs = isinstance(self.part, dist.MultinomialProbs)
             log_p = jnp.log(jnp.where(none, 1, part.probs)) if probs else jax.nn.log_softmax(part.logits)
             return gammaln(part.total_count + 1) + jnp.sum(jnp.where(none, 0, x * log_p) - gammaln(x + 1), axis=-1)
-        if isinstance(part, dist.Poisson):
+        if isinstance(self.part, dist.Poisson):
             of_none, part.rate = -jnp.asarray(part.rate, x.dtype), jnp.where(none, 1, part.rate)
         else:
             of_none, part.rate = part.concentration * jnp.log1p(-part.probs), 1 / jnp.where(none, 0.5, part.probs) - 1

@@ -1,5 +1,6 @@
 """Likelihood ratio: exact by enumeration, right at second order, refused where it would be wrong."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from apgrad.expectations import _distributions as distributions
 from experiments import second_derivatives
 from tests.cases import cases
 from tests.expectations.programs import paid
@@ -110,6 +112,21 @@ def test_a_support_that_moves_with_the_parameter_is_refused():
         refused(TypeError, words, jax.eval_shape, gradient, KEY, 2.0, 0.0)
     fixed = objective(lambda theta: dist.TruncatedNormal(theta * jnp.ones(4), 1.0, low=-1.0, high=2.0))
     jax.eval_shape(jax.grad(fixed, argnums=1), KEY, 0.3)
+
+
+def test_a_transformed_distribution_that_is_folded_is_refused():
+    # NumPyro's density of it folds what the transforms had before.
+    def folded(wrap, t):
+        made = dist.FoldedDistribution(wrap(_moved(dist.Normal(), dist.transforms.AffineTransform(t, 1.0))))
+        return jnp.sum(distributions.score("LR", made, jnp.ones(4)))
+
+    refused(
+        TypeError, "AbsTransform: it has no right score", jax.eval_shape, functools.partial(folded, lambda d: d), 0.7
+    )
+    score = jax.jit(
+        jax.grad(functools.partial(folded, lambda d: d.expand([4])))
+    )  # NumPyro does not take this one apart
+    np.testing.assert_allclose(score(0.7), 4 * (np.tanh(0.7) - 0.7), rtol=1e-5)
 
 
 def _mixture_of_laplaces(loc):
