@@ -161,7 +161,7 @@ class Tape:
         Raises:
           ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
             mixer, which adds pathwise derivatives that are not faded.
-          TypeError: for a second derivative of the lane's credit beside that of its parts.
+          TypeError: for a second derivative in a program with choices of parts and choices or costs of the lane.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -170,6 +170,8 @@ def _of_pair(loss, theta, key, sigma):
 
 
 def _antithetic(plus, minus, e, sigma):
+    if not jnp.issubdtype(plus.dtype, jnp.floating):  # counts, such as of errors
+        plus, minus = plus.astype(float), minus.astype(float)
     if jnp.finfo(plus.dtype).bits < 32:
         warn(f"the loss is {plus.dtype}, and its differences by sigma={sigma} may be rounding. Sum losses in float32.")
     slope = (plus - minus) / (2 * sigma**2)  # which may be beyond the range of half precision where the gradient is not

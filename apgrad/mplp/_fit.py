@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -163,7 +164,8 @@ def _batches(data: Iterable[Batch], steps: int, loss: Any) -> Iterator[Batch]:
         if here != form:
             raise ValueError(
                 f"all minibatches have one form, since the step is compiled once: the first has (x, y) of {form}, "
-                f"minibatch {count - 1} of {here}. Leave out a smaller one at the end of an epoch, or fill it up."
+                f"minibatch {count - 1} of {here}. Leave out a smaller one at the end of an epoch, or fill it up with "
+                "examples of another."
             )
         yield batch
     if count < steps:
@@ -176,12 +178,11 @@ def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
         raise TypeError(f"{what} is a pair (x, y) of inputs and targets, got {type(batch).__name__}")
     try:
         pair = jnp.asarray(batch[0]), jnp.asarray(batch[1])
-    except TypeError as error:
-        kinds = " and ".join(str(getattr(each, "dtype", type(each).__name__)) for each in batch)
-        raise TypeError(
-            f"x and y of {what} are arrays of numbers, got {kinds}. Number labels that are words, alike in all "
-            "minibatches, and make them one-hot: jax.nn.one_hot(numbers, classes)."
-        ) from error
+    except (TypeError, ValueError) as error:
+        kinds = [str(getattr(each, "dtype", type(each).__name__)) for each in batch]
+        words = "Number labels that are words, alike in all minibatches, and make them one-hot by jax.nn.one_hot."
+        words = words if re.match("<U|object|str|list", kinds[1]) else "Give arrays."
+        raise TypeError(f"x and y of {what} are arrays of numbers, got {' and '.join(kinds)}. {words}") from error
     if loss in (cross_entropy, softmax_cross_entropy) and (wait or not isinstance(batch[1], jax.Array)):
         _require_probabilities(what, np.asarray(batch[1]))
     return pair

@@ -39,8 +39,8 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
       steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
-      rate: the learning rate of this descent, positive. Where it is too large for the curvature of the energy, so that
-        the inference more than doubles it, the gradients are NaN: take a smaller rate and more steps.
+      rate: the learning rate of this descent, positive. Where it is too large for the energy's curvature or kinks, so
+        that the inference more than doubles it, the gradients are NaN: take a smaller rate and more steps.
         `optax.apply_if_finite` leaves out such a minibatch.
 
     Raises:

@@ -246,6 +246,9 @@ def test_perturbations_that_rounding_may_take_away_warn():
             jax.eval_shape(lambda th, make=make: estimate(th, make), jnp.float16(1.0))
         with pytest.warns(UserWarning, match=r"the loss is bfloat16.*float32"):
             jax.eval_shape(lambda th, make=make: first(make(NARROW), th, jax.random.key(0)), jnp.float32(1.0))
+        counts = LINE._replace(step=lambda th, s: (s, th > 1), final=lambda th, s: jnp.zeros((), int))
+        found = jax.eval_shape(lambda th, make=make, p=counts: first(make(p), th, jax.random.key(0)), jnp.float32(1.0))
+        assert found[1].dtype == jnp.float32
 
 
 @pytest.mark.filterwarnings("ignore:theta is float16:UserWarning", "ignore:the loss is float16:UserWarning")
