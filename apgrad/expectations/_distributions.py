@@ -252,10 +252,9 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
             part, logits = copy.copy(part), jnp.asarray(part.logits)
             part.logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         if isinstance(part, _GATED):
-            part, gate = copy.copy(part), jnp.asarray(part.gate)
-            limits, hurdle = jnp.finfo(gate.dtype), isinstance(part, dist.HurdleProbs)
-            part.gate = jnp.clip(gate, float(limits.tiny) if hurdle else -1, 1 - float(limits.epsneg))
+            part = copy.copy(part)
             part.base_dist = mended(part.base_dist)
+            return _Gated(part)
         return _Counts(part) if isinstance(part, _COUNTS) else part
 
     of = (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT, *_GATED, *_COUNTS)
@@ -292,6 +291,17 @@ class _OfLogits(_OfPart):
         ways = 0 if bernoulli else gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
         turned, logits = jnp.where(logits > 0, n - value, value), jnp.where(logits > 0, -logits, logits)
         return turned * logits - n * jax.nn.softplus(logits) + ways
+
+
+class _Gated(_OfPart):
+    """Inflated zeros, or a hurdle: the derivative is that of a gate that is never quite 1, nor a hurdle's 0."""
+
+    def log_prob(self, value):
+        part = copy.copy(self.part)
+        gate = jnp.asarray(part.gate, jnp.result_type(part.gate, float))
+        limits, hurdle = jnp.finfo(gate.dtype), isinstance(part, dist.HurdleProbs)
+        part.gate = jnp.clip(gate, float(limits.tiny) if hurdle else -1, 1 - float(limits.epsneg))
+        return lax.stop_gradient(self.part.log_prob(value)) + zero_with_gradient(part.log_prob(value))
 
 
 class _Counts(_OfPart):

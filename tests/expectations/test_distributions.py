@@ -381,6 +381,18 @@ def test_a_gate_that_is_open_or_shut_has_a_finite_score():
     np.testing.assert_allclose(found, [case[-1] for case in cases], rtol=1e-5)
 
 
+def test_a_value_that_a_gate_shuts_out_has_no_density():
+    def densities(gate):
+        open_, shut = dist.ZeroInflatedPoisson(gate, 2.0), dist.HurdlePoisson(1 - gate, 2.0)
+        cases = (open_, 3), (open_, 0), (shut, 0), (shut, 3), (pair(open_), [0, 3]), (dist.HurdlePoisson(1, 2.0), 0)
+        return jnp.stack([distributions.log_prob(d, jnp.asarray(x)) for d, x in cases])
+
+    found, slopes = jax.jit(lambda gate: (densities(gate), jax.jacfwd(densities)(gate)))(1.0)
+    above_0 = scipy.stats.poisson(2).logpmf(3) - np.log(-np.expm1(-2))
+    np.testing.assert_allclose(found, [-np.inf, 0, -np.inf, above_0, -np.inf, 0], rtol=1e-5)
+    assert np.isfinite(slopes).all()
+
+
 def _at_100(scale):
     """Distributions of such a scale at 100, of 4 lanes."""
     far, one, event = 100 * jnp.ones(4), dist.Normal(jnp.zeros(4), 1.0), 100 * jnp.ones((4, 2))

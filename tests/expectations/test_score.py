@@ -204,6 +204,7 @@ def test_what_cannot_be_right_is_refused():
         {"log_prob": jnp.exp(HALF)},  # probabilities
         {"log_prob": HALF.at[1].set(-jnp.inf)},
         {"distribution": dist.Categorical(logits=jnp.array([[0.0, -jnp.inf]] * 4), validate_args=False)},
+        {"distribution": dist.ZeroInflatedPoisson(jnp.ones(4), 2.0)},
     ):
         refused(Exception, r"ap\.score got a value that its distribution cannot draw", run, **wrong)
     assert jnp.isfinite(run(THROWN.at[0].set(2), HALF.at[1].set(-jnp.inf), mask=jnp.array([False, False, True, True])))
