@@ -174,7 +174,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0):
         width = scale + jnp.linalg.norm(jnp.asarray(distribution.cov_factor), axis=-1)
     else:
         unit = isinstance(supports.constraint_of(distribution, "support"), _UNIT)
-        return rounded | clipped(x) if unit and not isinstance(distribution, _OF_GAMMAS) else rounded
+        return rounded | clipped(x) if unit and not _keeps_log_prob(distribution, _OF_GAMMAS) else rounded
     near = jnp.abs(x - distribution.loc) <= 8 * (width + step)
     return rounded | within(near & (step > scale))
 
@@ -240,26 +240,31 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
     """
 
     def as_sampled(part):
-        if isinstance(part, _BY_LOGITS):
+        if _keeps_log_prob(part, _BY_LOGITS):
             return _OfLogits(part)
-        if own and isinstance(part, _OF_GAMMAS):
+        if own and _keeps_log_prob(part, _OF_GAMMAS):
             return _WithEnds(part)
-        if isinstance(part, _ON_A_SIMPLEX):
+        if _keeps_log_prob(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
             part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
             vars(part).pop("logits", None)  # computed from the old ones, and kept
-        if isinstance(part, _UP_TO_A_CONSTANT):
+        if _keeps_log_prob(part, _UP_TO_A_CONSTANT):
             part, logits = copy.copy(part), jnp.asarray(part.logits)
             part.logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-        if isinstance(part, _GATED):
+        if _keeps_log_prob(part, _GATED):
             part = copy.copy(part)
             part.base_dist = mended(part.base_dist)
             return _Gated(part)
-        return _Counts(part) if isinstance(part, _COUNTS) else part
+        return _Counts(part) if _keeps_log_prob(part, _COUNTS) else part
 
     of = (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT, *_GATED, *_COUNTS)
-    mended = lambda tree: jax.tree.map(as_sampled, tree, is_leaf=lambda part: isinstance(part, of))
+    mended = lambda tree: jax.tree.map(as_sampled, tree, is_leaf=lambda part: _keeps_log_prob(part, of))
     return mended(widened(distribution)).log_prob(widened(x))
+
+
+def _keeps_log_prob(part, classes) -> bool:
+    """Whether a distribution is of one of these classes, with its log_prob: a subclass may have another."""
+    return any(isinstance(part, base) and type(part).log_prob is base.log_prob for base in classes)
 
 
 class _OfPart(dist.Distribution):

@@ -393,6 +393,35 @@ def test_a_value_that_a_gate_shuts_out_has_no_density():
     assert np.isfinite(slopes).all()
 
 
+MENDED = [
+    (dist.BernoulliLogits, "logits", {}),
+    (dist.BinomialLogits, "logits", {"total_count": 3}),
+    (dist.Beta, "concentration1", {"concentration0": 1.0}),
+    (dist.Dirichlet, "concentration", {}),
+    (dist.CategoricalProbs, "probs", {}),
+    (dist.CategoricalLogits, "logits", {}),
+    (dist.MultinomialProbs, "probs", {"total_count": 3}),
+    (dist.MultinomialLogits, "logits", {"total_count": 3}),
+    (dist.ZeroInflatedProbs, "gate", {"base_dist": dist.Poisson(2.0)}),
+    (dist.HurdleProbs, "gate", {"base_dist": dist.Poisson(2.0)}),
+    (dist.Poisson, "rate", {}),
+    (dist.NegativeBinomialProbs, "probs", {"total_count": 3}),
+]
+
+
+def test_a_subclass_with_a_log_prob_of_its_own_keeps_it():
+    def of(base, name, others):
+        # Not the density of a law, so that any mend of NumPyro's shows.
+        own = type("Own", (base,), {"log_prob": lambda self, value: jnp.sum(getattr(self, name))})
+        at_0 = lambda p: distributions.log_prob(own(**{name: p}, **others), jnp.zeros(()), own=True)
+        return jax.value_and_grad(lambda p: jnp.sum(at_0(p)))
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.jit(lambda p: [of(*case)(p[0] if case[1] == "gate" else p) for case in MENDED])(jnp.ones(2))
+    for (base, *_), (value, slope) in zip(MENDED, found, strict=True):
+        assert value == jnp.size(slope) and np.all(slope == 1), (base, value, slope)
+
+
 def _at_100(scale):
     """Distributions of such a scale at 100, of 4 lanes."""
     far, one, event = 100 * jnp.ones(4), dist.Normal(jnp.zeros(4), 1.0), 100 * jnp.ones((4, 2))
