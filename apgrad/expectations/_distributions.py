@@ -216,7 +216,7 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
             f"{what}: the density of {type(kinked[0]).__name__} has a kink at its location, where its second "
             "derivative is a delta function that no sample shows: likelihood ratio has no second derivative with "
             "respect to the location, nor to a transform that may move it. Use reparameterization(), or a smooth "
-            "density such as SoftLaplace."
+            "density such as SoftLaplace. Write a scale as the distribution's own, as in Laplace(0.0, scale)."
         )
         part = copy.copy(part)
         if isinstance(part, dist.TransformedDistribution):

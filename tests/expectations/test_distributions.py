@@ -393,6 +393,14 @@ def test_a_value_that_a_gate_shuts_out_has_no_density():
     assert np.isfinite(slopes).all()
 
 
+def test_the_refusal_of_a_scale_around_a_kink_says_where_to_write_it():
+    around = lambda scale: transformed(dist.Laplace(), affine(scale))
+    within = lambda scale: dist.Laplace(0.0, scale)
+    second = lambda make: jax.grad(jax.grad(lambda s: distributions.score("LR", make(jnp.exp(s)), jnp.float32(2.0))))
+    refused(TypeError, r"a scale as the distribution's own, as in Laplace\(0\.0, scale\)", second(around), 0.0)
+    np.testing.assert_allclose(jax.jit(second(within))(0.0), -2.0, rtol=1e-6)  # of -s - exp(-s) |x|
+
+
 MENDED = [
     (dist.BernoulliLogits, "logits", {}),
     (dist.BinomialLogits, "logits", {"total_count": 3}),
