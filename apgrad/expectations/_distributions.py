@@ -278,6 +278,11 @@ class _OfPart(dist.Distribution):
     def support(self):  # distributions around it, such as of inflated zeros, ask for it
         return self.part.support
 
+    def __getattr__(self, name):  # a user's may read its parameters
+        if name == "part":  # which a copy has not yet
+            raise AttributeError(name)
+        return getattr(self.part, name)
+
 
 class _OfLogits(_OfPart):
     """The number x of ones of n choices: its log-density is x logits - n softplus(logits) + log (n over x).

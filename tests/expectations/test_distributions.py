@@ -430,6 +430,27 @@ def test_a_subclass_with_a_log_prob_of_its_own_keeps_it():
         assert value == jnp.size(slope) and np.all(slope == 1), (base, value, slope)
 
 
+class Doubled(dist.Distribution):
+    """A user's, whose density takes a parameter of the distribution inside."""
+
+    pytree_data_fields, pytree_aux_fields = ("base_dist",), ("name",)
+
+    def __init__(self, base_dist, name):
+        self.base_dist, self.name = base_dist, name
+        super().__init__(base_dist.batch_shape)
+
+    def log_prob(self, value):
+        return 2 * self.base_dist.log_prob(value) + getattr(self.base_dist, self.name)
+
+
+def test_a_users_distribution_reads_parameters_of_what_is_inside():
+    made = lambda p: [Doubled(dist.Poisson(p), "rate"), Doubled(dist.BernoulliLogits(p), "logits")]
+    taken = lambda p: [distributions.log_prob(d, jnp.float32(1)) for d in made(p)]
+    with jax.numpy_dtype_promotion("standard"):  # NumPyro's promotes
+        for found, d in zip(jax.jit(taken)(0.3), made(0.3), strict=True):
+            np.testing.assert_allclose(found, d.log_prob(jnp.float32(1)), rtol=1e-5)
+
+
 def _at_100(scale):
     """Distributions of such a scale at 100, of 4 lanes."""
     far, one, event = 100 * jnp.ones(4), dist.Normal(jnp.zeros(4), 1.0), 100 * jnp.ones((4, 2))
