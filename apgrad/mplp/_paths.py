@@ -138,7 +138,8 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
         of_parameters = [origin.startswith("params[") for origin, _ in result]
         do = "" if all(of_parameters) else "Lead a signal through mplp.readout"
         if any(of_parameters):
-            do += ". " * bool(do) + "Take the step of a penalty on parameters beside the rule's, by its jax.grad"
+            penalty = "A penalty on parameters is a step beside the rule's: subtract rate * jax.grad(penalty)(params)"
+            do = f"{do}. {penalty}" if do else penalty
         raise TypeError(
             f"the network's loss depends on {_origins(result)} outside the loss nodes, of which no message comes. "
             f"{do}; put what you only watch into the metrics, or use jax.lax.stop_gradient."
