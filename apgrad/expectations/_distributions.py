@@ -236,7 +236,6 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
     samples have the probabilities p / sum p, and log p has another derivative, also on the simplex. Where their logits
     are large, such as sums of log-likelihoods, it is a small difference of large numbers: the largest is taken off.
     Of the distribution's own samples the derivatives are those of the law that they have, see `_WithEnds`.
-    NumPyro's derivative by a gate (of inflated zeros) of 1, or a hurdle's of 0, is NaN: it is 0, as by a coin's chance.
     """
 
     def as_sampled(part):
@@ -304,7 +303,10 @@ class _OfLogits(_OfPart):
 
 
 class _Gated(_OfPart):
-    """Inflated zeros, or a hurdle: the derivative is that of a gate that is never quite 1, nor a hurdle's 0."""
+    """Inflated zeros, or a hurdle, with the derivative of a gate that is never quite 1, nor a hurdle's quite 0.
+
+    NumPyro's is NaN there. The value is that of the gate as it is, so that what it shuts out has no density.
+    """
 
     def log_prob(self, value):
         part = copy.copy(self.part)

@@ -183,19 +183,8 @@ class Tape:
         if not meets(factor, lambda f: (f >= 0) & (f <= 1)):
             raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
         ledger.declared["discounting"] = "tape.discount"
-        ports = dict(self._ports)  # none yet in the first trace
-        multiplying = [port for port in ports if port.arithmetic.multiplies]
-        for port, p in self._ports.items():
-            if port.arithmetic.fades is not None:
-                by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))
-                fades = functools.partial(port.arithmetic.fades, over(by_lane, p.ndim))
-                # What multiplies a cost fades as one: what corrects it too by itself, and the rest by what is left.
-                alone = port not in multiplying or port.arithmetic.corrects
-                like = [q for q in multiplying if q.arithmetic.corrects and q.shape == port.shape and not alone]
-                faded = sum((self._ports[q] for q in like), start=jnp.zeros_like(p))
-                ports[port] = fades(faded + p) - fades(faded)
-                if port in multiplying and any(q.shape != port.shape for q in multiplying):
-                    ports[port] = refuse_second_derivative(ports[port], _FADED)
+        fade = lambda port, p: p if port.arithmetic.fades is None else self._faded(port, factor)
+        ports = {port: fade(port, p) for port, p in self._ports.items()}  # none yet in the first trace
         return self._follow(ports=ports)
 
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
@@ -273,6 +262,27 @@ class Tape:
         ports = [p for port, p in self._ports.items() if port.arithmetic == kind]
         fit = [p if p.ndim == ndim else self._of_all(p) if ndim == 1 else p[:, None] for p in ports]
         return functools.reduce(jnp.add, fit)
+
+    def _faded(self, port: Port, factor: Any) -> jax.Array:
+        """The port after credit has faded by the factor.
+
+        All ports that multiply a cost fade as one: what corrects it too fades by itself, and the other by what is left.
+        """
+        p, arithmetic = self._ports[port], port.arithmetic
+        assert arithmetic.fades is not None
+        by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))
+        fades = functools.partial(arithmetic.fades, over(by_lane, p.ndim))
+        if not arithmetic.multiplies:
+            return fades(p)
+        others = [q for q in self._ports if q.arithmetic.multiplies and q != port]
+        corrected = [self._ports[q] for q in others if q.arithmetic.corrects and q.shape == port.shape]
+        if corrected and not arithmetic.corrects:
+            before = functools.reduce(jnp.add, corrected)
+            faded = fades(before + p) - fades(before)
+        else:
+            faded = fades(p)
+        mixed = any(q.shape != port.shape for q in others)
+        return refuse_second_derivative(faded, _FADED) if mixed else faded
 
     def _of_all(self, p: jax.Array) -> jax.Array:
         """Of (lanes, parts) the sum over parts, (lanes,). Of credit that fades, it is not what fades as one."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -180,9 +179,10 @@ def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
         pair = jnp.asarray(batch[0]), jnp.asarray(batch[1])
     except (TypeError, ValueError) as error:
         kinds = [str(getattr(each, "dtype", type(each).__name__)) for each in batch]
-        words = "Number labels that are words, alike in all minibatches, and make them one-hot by jax.nn.one_hot."
-        words = words if re.match("<U|object|str|list", kinds[1]) else "Give arrays."
-        raise TypeError(f"x and y of {what} are arrays of numbers, got {' and '.join(kinds)}. {words}") from error
+        raise TypeError(
+            f"x and y of {what} are arrays of numbers, got {' and '.join(kinds)}. If labels are words, number them, "
+            "alike in all minibatches, and make them one-hot by jax.nn.one_hot."
+        ) from error
     if loss in (cross_entropy, softmax_cross_entropy) and (wait or not isinstance(batch[1], jax.Array)):
         _require_probabilities(what, np.asarray(batch[1]))
     return pair

@@ -47,7 +47,11 @@ class Inputs(NamedTuple):
         return self.where.unknown(sites) if isinstance(self.where, Named) else []
 
     def idle(self, taken: Sequence[ProgramSite], offered: Sequence[ProgramSite]) -> bool:
-        """Where no layer is named the function may have but one; not where products follow that are all no layers."""
+        """Whether the taken layers are all at the data, so that no parameter learns otherwise.
+
+        If the user named no layer, the function may have one alone, which is no mistake. Then this is told only where
+        there are other products, none of which is a layer.
+        """
         products = {site.kind for site in offered if site.teaches} & {"dense", "conv", "matmul"}
         wrong = self.where is not is_layer or products == {"matmul"}
         return wrong and bool(taken) and all(is_layer(site) and not site.teaches for site in taken)

@@ -164,7 +164,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             kept: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
             memory[m] = int(kept.temp_size_in_bytes)
     calls = {m: lambda p=program: p(jax.random.key(seed), *arguments) for m, program in programs.items()}
-    # In a row, as a training makes them: after another program's step the same one waits for its memory.
+    # Several in a row, as a training makes them: right after another program's step, a step takes longer.
     for m, steps in take_turns(calls, config.runs, 0.1).items():
         seconds[m]["step"] = steps.tolist()
     return {"seconds": seconds, "memory": memory}
