@@ -13,7 +13,6 @@ infinity, and this is the larger one. Below zero, differences die out; above zer
 and with them the reparameterization gradient.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from experiments.parts.chaotic_network import SIGMA, START, transition, transiti
 CLEAN, NOISY = "#1f3b73", "#d95f02"
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

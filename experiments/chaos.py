@@ -20,7 +20,6 @@ the map, which a few lanes are slow to leave, with gradients that grow all the w
 nearly all of the variance. TP gives such lanes little weight, and so has the variance of the others, and a bias, 5 %.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,7 +39,6 @@ COLOURS |= {"GS-LR": "#e7298a", "GS-TP": "#6a51a3", "GR": "#8c6d1f"}
 HORIZON_COLOURS = ("#9aa5b1", "#e0a100", "#c2255c", "#5f3dc4", "#087f5b", "#364fc7")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment.
 

@@ -8,7 +8,6 @@ program for that many devices: how many collective operations, and the bytes of 
 operation in the body of a loop counts once for each turn of the loop.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -25,7 +24,6 @@ WHAT = ("lanes", "outer tasks", *(f"{what} of a {model}" for what in ("batch", "
 STEPS = 20  # of the rollout
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options."""
 

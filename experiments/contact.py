@@ -23,7 +23,6 @@ most of the ball's jump with 1,000 lanes, little of the pendulum's. `variance_te
 pendulum it turns to the likelihood ratio where nothing is biased as well, since later noise looks like a jump.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -55,7 +54,6 @@ METHODS = tuple(COLOURS)
 PLAIN = ("RP", "LR", "TP published")  # not cross-fitted
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -19,7 +19,6 @@ RELAX's control variate is that of Grathwohl et al. (section 5.2), REBAR's plus 
 over its parameters. Seconds are the processor's.
 """
 
-import dataclasses
 import functools
 import itertools
 import time
@@ -55,7 +54,6 @@ BATCH = 50
 HIDDEN = 100
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -18,7 +18,6 @@ Found (paper preset): shaping gains nothing here, and resampling has little vari
 `experiments.gaussian_shaping_swarm` has several paths and near-Gaussian states.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from experiments import chaos, harness
 METHODS = ("RP", "LR", "TP", "GS-LR", "GS-TP", "GR")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(chaos.Config):
     """Options of this experiment: those of `experiments.chaos`, with other defaults."""
 

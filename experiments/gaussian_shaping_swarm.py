@@ -27,7 +27,6 @@ swarm. With a quadratic cost nothing is gained. Where states are only roughly Ga
 gradient for saturating costs.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -43,7 +42,6 @@ ENDS = ("value_low", "value_high")
 SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

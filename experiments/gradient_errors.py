@@ -16,7 +16,6 @@ least variance of RP, LR and TP, `of_plain` the same over the lesser one of RP a
 least ten times LR's variance.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -45,7 +44,6 @@ TP = ("TP", "TP by state")
 UNBIASED = (*PAIR, *TP)
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

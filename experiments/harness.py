@@ -3,7 +3,7 @@
 An experiment is a module, run by `python -m experiments.NAME`. The first paragraph of its docstring says what it shows,
 and it has these names:
 
-* `Config`: a frozen dataclass that extends `harness.Config`; its defaults are the preset "quick".
+* `Config`: extends `harness.Config`, which makes a frozen dataclass of it; its defaults are the preset "quick".
 * `PAPER`: the `Config` of the preset "paper".
 * `cells(config)`: a list of cells, the points of the experiment's grid, in the order in which they are measured.
 * `measure(config, cell, seed)`: a dictionary of numbers, strings and lists.
@@ -42,7 +42,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, dataclass_transform
 
 import jax
 import matplotlib
@@ -69,9 +69,10 @@ STYLE: dict[Any, Any] = {
 STYLE |= {"lines.markersize": 4, "legend.frameon": False}
 
 
+@dataclass_transform(frozen_default=True)
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The options of every experiment.
+    """The options of every experiment, whose own class, a frozen dataclass like this one, has more.
 
     Attributes:
       preset: what the other options start from: quick takes minutes, paper has the paper's settings.
@@ -86,6 +87,9 @@ class Config:
     seed: int = 0
     only_report: bool = False
     mix: bool = False
+
+    def __init_subclass__(cls):
+        dataclasses.dataclass(frozen=True)(cls)
 
 
 def require_least(config: Config, **least: float) -> None:

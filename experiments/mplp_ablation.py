@@ -14,7 +14,6 @@ Given is how many points of test accuracy a rule lies ahead of the whole one in 
 interval of 95 % over settings by Student's t.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -37,7 +36,6 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -17,7 +17,6 @@ Given is the accuracy on test images after the last update, of all runs the same
 is 95 % by Student's t, of the paired lead before the best optimizer.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -35,7 +34,6 @@ NETWORKS = ("ConvNet", "RNN", "GRU")
 TRAINED = {"ConvNet": "convnets", "RNN": "sequences", "GRU": "sequences"}
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -38,7 +38,6 @@ clipped elementwise to 1, five seeds. It differs from the thesis in this:
 The report takes any of the cells. A training goes on where it was killed.
 """
 
-import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -63,7 +62,6 @@ BASELINES = {"Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03)), "SGD": (optax.sgd
 RECORDED = ("held_out", "entropy", "penalty")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(meta_curves.Config):
     """Options of this experiment."""
 

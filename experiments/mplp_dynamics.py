@@ -19,7 +19,6 @@ The report takes any of the cells. A training goes on where it was killed. The q
 by what the thesis finds: after 150 outer steps all of them are behind tuned Adam and SGD.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -35,7 +34,6 @@ PARTIAL = True
 BASELINES = {"Adam": (optax.adam, (0.01, 0.03, 0.1, 0.3)), "SGD": (optax.sgd, (0.003, 0.01, 0.03, 0.1, 0.3))}
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(meta_curves.Config):
     """Options of this experiment."""
 

@@ -33,7 +33,6 @@ The report takes any of the cells. A training goes on where it was killed: its c
 cells.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -64,7 +63,6 @@ Objective = Literal["published", "weight", "data", "held-out"]
 PUBLISHED = {"sinusoid": 0.0013, "mnist": 48.95, "mnist, step": 43.1, "mnist, 784-100-10": 37.6}
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

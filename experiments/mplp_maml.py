@@ -19,7 +19,6 @@ its norm, Adam at 1e-4, MAML at the fixed rate .05. It differs from the publishe
 A training goes on where it was killed: its checkpoints are in the folder of the cells.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -39,7 +38,6 @@ POINTS = 50  # of an outer curve
 METHODS = ("published", "MAML", "MPLP")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

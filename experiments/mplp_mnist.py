@@ -13,7 +13,6 @@ optimizers' sigmoid stays where the rule has a step: a step has no derivative to
 images a run (the paper's runs have 100).
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -62,7 +61,6 @@ OPTIMIZERS: meta_curves.Baselines = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

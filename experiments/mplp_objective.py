@@ -22,7 +22,6 @@ another size). All seeds have the same pool of 16 networks; a random start is of
 error over seeds.
 """
 
-import dataclasses
 import math
 import operator
 from typing import Any, Literal
@@ -45,7 +44,6 @@ OBJECTIVES: dict[mplp_from_random.Objective, tuple[float, int]] = {
 """The weight and the number of the held-out images."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

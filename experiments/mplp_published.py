@@ -15,7 +15,6 @@ The paper does not say how images are scaled down. Here it is done as TensorFlow
 with it, the same checkpoint has 57.7 ± 5.6 % (100 runs). Each run has its own test images.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +39,6 @@ PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "
 GRID = np.linspace(-5.0, 5.0, 201)
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

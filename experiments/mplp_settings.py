@@ -24,7 +24,6 @@ with the baseline that is best on the same tasks, which favours the baselines a 
 interval is 95 % by Student's t.
 """
 
-import dataclasses
 import functools
 import warnings
 from typing import Any, NamedTuple
@@ -123,7 +122,6 @@ OPTIMIZERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -21,7 +21,6 @@ alone, Adam with beta_1 = .99, gradients clipped elementwise to 1, judged on 10 
 * a training starts at a random segment of its first task.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +44,6 @@ GRID = 21  # points of a surface in each direction
 SHOWN = (0, 0.05, 0.25, 1)  # fractions of the T steps after which the example is shown
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(meta_curves.Config):
     """Options of this experiment; updates are multiplied by `learning_rate`."""
 

@@ -15,7 +15,6 @@ results with larger messages, and faster without sharing, to comparable results.
 The report takes any of the cells. A training goes on where it was killed.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -32,7 +31,6 @@ CHECKPOINT = mplp_from_random.PUBLISHED["sinusoid"]  # half squared error of the
 SHARING = {"none": False, "networks": True, "all": "all"}  # `share` of `mplp.PerSynapse`.
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -24,7 +24,6 @@ and the variance of one estimate of 32 tasks. Estimators that go on across trunc
 steps and are multiplied by T / K. A bias and variance of 1e20 are those of a mean that never settles.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -47,7 +46,6 @@ ESTIMATORS = tuple(OBJECTIVES)
 REFERENCES = ("nearly exact", "smoothed", "by segment", "noise")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

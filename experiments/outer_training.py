@@ -28,7 +28,6 @@ typical message fails; one at half of it, which makes every message decay, reach
 learns from the chaotic start, where reverse mode does not, and slowly.
 """
 
-import dataclasses
 import functools
 import itertools
 import time
@@ -61,7 +60,6 @@ REFERENCE, CONSTANT = "constant rate", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.
 NO_DEVIATION = ("reverse mode", "forward mode", "truncated,", *CLIPPED, MULTILEVEL)
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

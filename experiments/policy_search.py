@@ -26,7 +26,6 @@ Full horizons explode, and clipping is enough of a remedy for Adam: no way of to
 reparameterization beyond the intervals, the cross-fitted one is worse, and a step costs 1 to 2.7 times as much.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -60,7 +59,6 @@ METHODS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -33,7 +33,6 @@ eight, where reparameterization has .57 (.48 to .67), the adaptive weights .53 (
 and at most half of them succeed. The report takes any of the cells.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -58,7 +57,6 @@ PARTIAL = True
 METHODS = ("RP", "LR", "TP published", "TP adaptive")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -17,7 +17,6 @@ which RP makes so many steps, and another method fewer where its own take longer
 the fastest round, measured in one process in which all methods take turns.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -40,7 +39,6 @@ METHODS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

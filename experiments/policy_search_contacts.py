@@ -21,7 +21,6 @@ Seconds of a step are the processor's, the least of many blocks of steps on one 
 twenty, in a quarter of the time, and all ways of clipping end below short horizons by median.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -51,7 +50,6 @@ METHODS |= {name: CLIPPED[name] for name in ("RP, lanes clipped", "multilevel", 
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -16,7 +16,6 @@ too, from the same first parameters and batches.
 The preset quick is on the digits, the preset paper on MNIST (the digits if APGRAD_DATA names no folder with it).
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ PUBLISHED = {100: 0.93309296, 200: 0.95462738, 300: 0.95903442}  # printed in JP
 METHODS = ("predictive coding", "backpropagation")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -20,7 +20,6 @@ kernel and biases. The paper has "same" and "different" only, with the weights i
 the residual bytes of `jax.vjp`, without weights, but with the derivatives of relu.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -38,7 +37,6 @@ SAMPLERS = ("same", "different", "distinct", "stratified", "project", "heavy")
 ROUNDINGS = ("rounding 8", "rounding 4", "rounding 2")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

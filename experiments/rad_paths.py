@@ -32,7 +32,6 @@ a relative normal error of `drift`.
 The paper draws the two graphs and states how their variances grow; it gives no sizes.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -46,7 +45,6 @@ from apgrad._programs import jaxprs
 from experiments import harness
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

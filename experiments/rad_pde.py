@@ -19,7 +19,6 @@ are known from the paper and its code. The memory of a fraction is both samples;
 states alone, which is half of what the paper counts.
 """
 
-import dataclasses
 import time
 from typing import Any
 
@@ -40,7 +39,6 @@ POINTS = (N - 2) ** 2
 BLOCK = 64
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -31,7 +31,6 @@ setting, but the whole of this study: all networks, before and after training, o
 cells.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -46,7 +45,6 @@ from apgrad import memory as rad, meta
 from experiments import harness
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

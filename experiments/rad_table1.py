@@ -12,7 +12,6 @@ count by hand (its appendix) for the same network: the entries of each linear la
 and the scores, at 32 bits; for a sample one bit for each entry of a ReLU, after the pool where one follows.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -49,7 +48,6 @@ def counted(network: str, fraction: float) -> float:
     return 4.0 * (kept + 10) + (relus / 8 if fraction < 1 else 0)
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -54,7 +54,6 @@ TUNED: dict[str, Any] = {network: dict(zip(SEARCHED, pairs, strict=True)) for ne
 TUNED["transformer"] = {"baseline": (1e-3, 1e-4), "different": (1e-3, 1e-4)}
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -10,7 +10,6 @@ after each that depend on the parameter too, so that every term of the second de
 enumeration for Bernoulli choices, by quadrature in float64 for normal ones.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -111,7 +110,6 @@ def estimate(
     return lambda key: derivative(key, THETA)
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -19,7 +19,6 @@ Intervals are 95 % percentile bootstrap intervals over the K estimates. Where RP
 order of magnitude at best; there LR is the better one. At beta = 1.5, H = 100 RP is heavy-tailed as well.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -42,7 +41,6 @@ STYLES |= {"unshrunk-CF": ("#8c6d1f", "-"), "decoupled-CF": ("black", "-"), "ada
 STYLES |= {"by state": ("#d95f02", "--"), "clipped at 4": ("#e0a100", "-"), "clipped at 10": ("#e0a100", "--")}
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

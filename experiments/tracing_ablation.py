@@ -44,7 +44,6 @@ OUTCOMES = ("ablated", "retrained", "delayed")
 LETTERS = " .abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -17,7 +17,6 @@ The size is that of the scalar graph: edges of the program's equations, element 
 squares in relative errors; shown are its slope and the exponent of a power law through the larger half of the sizes.
 """
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -35,7 +34,6 @@ from experiments.parts.turns import take_turns
 SEMIRINGS = ("grad", "ordinary", "max-product", "log max-product", "absolute sum", "entropy", "top 3")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -30,7 +30,6 @@ draw for each parameter and pixel, which takes longer than `jax.grad`. Predictiv
 forward and back, once for each step of inference (XLA counts a loop once).
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -74,7 +73,6 @@ PLAIN = ("backpropagation", "last_layer")  # functions that are not rewired
 FIRST = ("hidden[0]", "hidden/dot_general[0]", "conv_general_dilated[0]")  # the layers that read the image
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -20,7 +20,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 import concurrent.futures
-import dataclasses
 import functools
 import multiprocessing
 import time
@@ -43,7 +42,6 @@ METHODS = ("plain", "jax.checkpoint", *SHARES)
 VOCABULARY = 64
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this benchmark."""
 

@@ -15,7 +15,6 @@ intervals. Seconds are those of a gradient over those of REINFORCE by hand, in t
 GenJAX is in `peers.py`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -147,7 +146,6 @@ def methods(problem: Problem) -> dict[str, tuple[Callable[[jax.Array, Any], Any]
     return made
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of the benchmark."""
 

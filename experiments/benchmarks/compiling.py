@@ -11,7 +11,6 @@ compiled memory is with optimization barriers kept, as accelerators' compilers d
     python -m experiments.benchmarks.compiling --preset paper
 """
 
-import dataclasses
 import itertools
 import time
 from typing import Any
@@ -30,7 +29,6 @@ MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "ch
 MODELS += ("deep MLP", "one scan", "scans in scans", "wide transformer, loop")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this benchmark."""
 

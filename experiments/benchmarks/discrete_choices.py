@@ -14,7 +14,6 @@ those of a gradient with 1,000 lanes over those of plain `jax.grad` of a surroga
 without a baseline), in turns.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -166,7 +165,6 @@ def by_hand(draw_logits: Callable[[Any], jax.Array], costs: Callable[[jax.Array]
     return loss
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of the benchmark."""
 

@@ -20,7 +20,6 @@ temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the 
 state, and with `target="parameters"`. Seconds, and bytes of temporary memory.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -47,7 +46,6 @@ CHAIN_METHODS: dict[str, Callable[[], Any]] = {
 ROLLOUT_METHODS = ("RP", "LR", "TP", "TP-CF", "decoupled", "decoupled-CF", "GS-LR", "GS-TP")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of the benchmark."""
 

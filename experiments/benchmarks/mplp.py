@@ -15,7 +15,6 @@ program's, as XLA tells it.
 plain SGD (`jax.grad`).
 """
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +48,6 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of the benchmark."""
 

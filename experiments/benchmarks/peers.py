@@ -17,7 +17,6 @@ GenJAX needs an environment of its own: the variable APGRAD_GENJAX_PYTHON names 
 GenJAX is left out. Its seconds are measured in its own process, with another version of JAX.
 """
 
-import dataclasses
 import itertools
 import json
 import os
@@ -47,7 +46,6 @@ PROBLEMS = ("data", "chain", "chain in scan")
 METHODS = ("surrogate", "TraceGraph_ELBO", "GenJAX", "ap.expectation", "ap.variational.elbo")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of the benchmark."""
 

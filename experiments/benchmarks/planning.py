@@ -10,7 +10,6 @@ Seconds of the processor, by turns.
     python -m experiments.benchmarks.planning --preset paper
 """
 
-import dataclasses
 import functools
 import itertools
 import time
@@ -30,7 +29,6 @@ MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan")
 SINGLE = ("checkpoint each layer", "8 bits", "4 bits", "2 bits")
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this benchmark."""
 

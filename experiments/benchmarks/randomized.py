@@ -11,7 +11,6 @@ ratios.
     python -m experiments.benchmarks.randomized --preset paper
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ RECURRENT = (*RECURRENT, "blocks + same", "blocks + rounding 4")
 LAYERED = ("checkpoint each", *RECURRENT)
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this benchmark."""
 

@@ -8,7 +8,6 @@ figure is the median of the ratios of neighbours, and its standard error comes f
 compiler's: temporary buffers and outputs.
 """
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -35,7 +34,6 @@ LOGARITHMS = ap.tracing.Semiring(
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of this experiment."""
 

@@ -1,6 +1,5 @@
 """What the meta-training experiments share: options, training a rule that is judged along the way, its curve."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from apgrad import meta, mplp
 from experiments import harness
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     """Options of an experiment that judges a rule along its training.
 

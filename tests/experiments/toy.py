@@ -1,6 +1,5 @@
 """An experiment of random numbers, as a program of its own, that kills itself in the middle if it is told to."""
 
-import dataclasses
 import os
 import signal
 
@@ -10,7 +9,6 @@ from matplotlib.figure import Figure
 from experiments import harness
 
 
-@dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
     cells: int = 6
 
