@@ -244,24 +244,26 @@ class Tape:
         kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.carries_costs)
         charged, term = cost if message is None else message, cost
         if any(kind.multiplies for kind in kinds):
-            before = self._before(cost.ndim)
+            before = self._before(ledger, cost.ndim)
             term = dice(cost, before) if message is None else cost + charge_shaped(message, before)
         for kind in kinds:
             if kind.corrects is not None:
-                seen = self._seen(kind, cost.ndim)
+                seen = self._seen(ledger, kind, cost.ndim)
                 term = term + kind.corrects(charged, message is not None, seen, self._plan.folds)
         return self._follow(total=self._total + per_lane(self._plan, term))
 
-    def _before(self, ndim: int) -> jax.Array:
+    def _before(self, ledger: Ledger, ndim: int) -> jax.Array:
         """What multiplies a cost of `ndim` axes: zeros with the derivatives of the log-densities before it."""
         kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.multiplies)
-        return sum((self._seen(kind, ndim) for kind in kinds), start=jnp.zeros((), self._plan.dtype))
+        return sum((self._seen(ledger, kind, ndim) for kind in kinds), start=jnp.zeros((), self._plan.dtype))
 
-    def _seen(self, kind: Arithmetic, ndim: int) -> jax.Array:
+    def _seen(self, ledger: Ledger, kind: Arithmetic, ndim: int) -> jax.Array:
         """What a cost of `ndim` axes sees of the ports of a kind: (lanes,) for all of the lane, or (lanes, parts)."""
+        of_all = lambda p: p.sum(-1)
+        if ledger.first and "discounting" in ledger.first.declared:  # a sum of what fades is not what fades as one
+            of_all = lambda p: refuse_second_derivative(p.sum(-1), _FADED)
         ports = [p for port, p in self._ports.items() if port.arithmetic == kind]
-        fit = [p if p.ndim == ndim else self._of_all(p) if ndim == 1 else p[:, None] for p in ports]
-        return functools.reduce(jnp.add, fit)
+        return functools.reduce(jnp.add, [of_all(p) if p.ndim > ndim else over(p, ndim) for p in ports])
 
     def _faded(self, port: Port, factor: Any) -> jax.Array:
         """The port after credit has faded by the factor.
@@ -283,12 +285,6 @@ class Tape:
             faded = fades(p)
         mixed = any(q.shape != port.shape for q in others)
         return refuse_second_derivative(faded, _FADED) if mixed else faded
-
-    def _of_all(self, p: jax.Array) -> jax.Array:
-        """Of (lanes, parts) the sum over parts, (lanes,). Of credit that fades, it is not what fades as one."""
-        ledger = LEDGER.get()
-        fades = ledger is not None and ledger.first is not None and "discounting" in ledger.first.declared
-        return refuse_second_derivative(p.sum(-1), _FADED) if fades else p.sum(-1)
 
 
 def require_tape(what: str, tape: Any) -> None:
