@@ -9,7 +9,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,6 @@ def standard_promotion() -> Iterator[None]:
     """Distribution libraries mix dtypes and ranks of noise and parameters; users' code may run in strict modes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-@runtime_checkable
-class Distribution(Protocol):
-    """The least that a distribution offers."""
-
-    def sample(self, key: Any) -> Any:
-        """One sample, an array (*batch, *event)."""
-
-    def log_prob(self, value: Any) -> Any:
-        """The log-density of a sample, floating point, (*batch)."""
 
 
 def require_distribution(what: str, distribution: Any) -> None:
@@ -411,8 +400,8 @@ _BY_LOGITS = (dist.BernoulliLogits, dist.BinomialLogits)
 _OF_GAMMAS = (dist.Beta, dist.Dirichlet)
 _LOC_SCALE = (dist.Normal, dist.Laplace, dist.Logistic, dist.Cauchy, dist.Gumbel, dist.StudentT, dist.SoftLaplace)
 _LOC_SCALE += (dist.AsymmetricLaplace, dist.AsymmetricLaplaceQuantile)
-_TRUNCATED = (dist.LeftTruncatedDistribution, dist.RightTruncatedDistribution, dist.TwoSidedTruncatedDistribution)
-_AROUND = (*supports.WRAPPERS, *_TRUNCATED, dist.FoldedDistribution)
+_AROUND = (*supports.WRAPPERS, dist.LeftTruncatedDistribution, dist.RightTruncatedDistribution)
+_AROUND += (dist.TwoSidedTruncatedDistribution, dist.FoldedDistribution)
 _SMOOTH_MOVES = (to.AffineTransform, to.ExpTransform, to.SigmoidTransform, to.LowerCholeskyAffine)
 _KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # where their location is; other densities are smooth inside
 _UNIT = (type(constraints.unit_interval), type(constraints.simplex))

@@ -53,7 +53,7 @@ def stochastic(
 
     def decorate(function):
         what = f"{getattr(function, '__name__', 'stochastic function')} ({estimator.name})"
-        signature = _parameters(function)
+        signature = list(inspect.signature(function).parameters)
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
         @functools.wraps(function)
@@ -170,13 +170,6 @@ def _positional(what, function, args, kwargs):
     if bound.kwargs:
         raise TypeError(f"{what}: in_axes counts arguments by position, and {list(bound.kwargs)} have none")
     return bound.args
-
-
-def _parameters(function):
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def _require_estimator(what, estimator):
