@@ -1,6 +1,4 @@
-"""The data axis: exact variances of minibatches, errors for axes that do not fit, and a warning of mixed data."""
-
-import itertools
+"""The data axis: what minibatches are charged with, errors for axes that do not fit, and a warning of mixed data."""
 
 import jax
 import jax.numpy as jnp
@@ -9,107 +7,36 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.programs import paid, visit
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
-OFFSETS = jnp.array([5.0, -1.0, 2.0])  # of the costs, by datum
 THETA = 0.3
-
-
-def probability(theta=THETA):
-    return 1 / (1 + np.exp(-theta))
-
-
-def costs(b, offsets):
-    return offsets + jnp.where(b > 0, 2.0, 0.5 * offsets)
-
-
-def by_data(samples, baseline="leave_one_out"):
-    def program(tape, theta, offsets):
-        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
-        tape, b = ap.sample(tape, d, ap.likelihood_ratio(baseline), parts=True)
-        return tape.cost(costs(b, offsets))
-
-    return ap.expectation(program, lanes=samples, data=3)
-
-
-def all_lanes(samples):
-    """The obvious way to write it: a lane for each datum and sample."""
-
-    @ap.stochastic(ap.likelihood_ratio())
-    def choose_action(theta, offset):
-        return dist.Bernoulli(logits=theta + 0 * offset)
-
-    def program(tape, theta, offsets):
-        tape, b = choose_action(tape, theta, offsets)
-        return tape.cost(costs(b, offsets))
-
-    return ap.expectation(program, lanes=3 * samples), jnp.repeat(OFFSETS, samples)
-
-
-def exact(samples, mixed):
-    """Mean and variance of leave-one-out estimates, by enumeration of all outcomes."""
-    p, count = probability(), 3 * samples
-    offsets = np.repeat(np.asarray(OFFSETS), samples)
-    mean = square = 0.0
-    for outcome in itertools.product((0, 1), repeat=count):
-        b = np.array(outcome)
-        c = np.asarray(costs(b, offsets), np.float64)
-        if mixed:
-            baseline = (c.sum() - c) / (count - 1)
-        else:
-            grouped = c.reshape(3, samples)
-            baseline = ((grouped.sum(1, keepdims=True) - grouped) / (samples - 1)).ravel()
-        estimate = np.mean((c - baseline) * (b - p))
-        chance = p ** b.sum() * (1 - p) ** (count - b.sum())
-        mean, square = mean + chance * estimate, square + chance * estimate**2
-    return mean, square - mean**2
-
-
-def agrees(found, mean, variance):
-    assert abs(found.mean - mean) < 4 * found.standard_error
-    np.testing.assert_allclose(found.variance, variance, rtol=0.05)
-
-
-@pytest.mark.filterwarnings("ignore:.*averages over other data")
-def test_the_variance_is_that_of_a_baseline_which_does_not_mix_data_and_several_times_less():
-    (objective, offsets), apart = all_lanes(2), by_data(2)
-    obvious = lambda key: jax.grad(objective, argnums=1)(key, THETA, offsets)
-    agrees(ap.testing.moments(obvious, KEY, 20_000), *exact(2, mixed=True))
-    of_groups = lambda key: jax.grad(apart, argnums=1)(key, THETA, OFFSETS)
-    agrees(ap.testing.moments(of_groups, KEY, 20_000), *exact(2, mixed=False))
-    assert exact(2, mixed=True)[1] > 3 * exact(2, mixed=False)[1]
 
 
 def test_value_and_lane_wide_choices():
     """The objective is the mean over data; a choice that data share pays for that mean and for its own cost."""
-    shared = jnp.array([[1.0, 2.0, 6.0], [0.0, 3.0, 0.0]])
-
-    def program(tape, a, b):
-        tape, _ = ap.sample(tape, dist.Normal(a, 1.0), ap.likelihood_ratio(None))
-        tape, _ = ap.sample(tape, dist.Normal(b, 1.0), ap.likelihood_ratio(None), parts=True)
-        return tape.cost(jnp.array([10.0, 20.0])).cost(shared)
-
+    shared, to_go = jnp.array([[1.0, 2.0, 6.0], [0.0, 3.0, 0.0]]), jnp.array([10.0, 20.0])
+    program = lambda tape, a, b: visit(visit(tape, a), b, parts=True).cost(to_go).cost(shared)
     objective = ap.expectation(program, lanes=2, data=3)
     value, (a, b) = jax.jit(jax.value_and_grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(2), jnp.zeros((2, 3)))
     assert value == pytest.approx(float(jnp.mean(shared)) + 15)
-    # The score of a normal of variance 1 at mean 0 is the sample itself.
-    x, y = samples(KEY, (2,)), samples(jax.random.split(KEY)[0], (2, 3))
-    to_go = jnp.array([10.0, 20.0])
-    np.testing.assert_allclose(a, x * (to_go + shared.mean(-1)) / 2, rtol=1e-5)
-    np.testing.assert_allclose(b, y * (to_go[:, None] + shared / 3) / 2, rtol=1e-5)
+    np.testing.assert_allclose(a, (to_go + shared.mean(-1)) / 2, rtol=1e-6)
+    np.testing.assert_allclose(b, (to_go[:, None] + shared / 3) / 2, rtol=1e-6)
 
 
-def samples(key, shape):
-    """What a program's first `ap.sample` of standard normals draws."""
-    return jax.random.normal(jax.random.split(key)[1], shape)
+def test_derivatives_are_unbiased_to_second_order():
+    offsets, p = jnp.array([5.0, -1.0, 2.0]), 1 / (1 + np.exp(-THETA))  # of the costs, by datum
 
+    def program(tape, theta):
+        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
+        tape, b = ap.sample(tape, d, ap.likelihood_ratio(), parts=True)
+        return tape.cost(offsets + jnp.where(b > 0, 2.0, 0.5 * offsets))
 
-def test_second_derivatives():
-    p = probability()
-    slope = float(jnp.mean(costs(jnp.ones(3), OFFSETS) - costs(jnp.zeros(3), OFFSETS)))
-    second = jax.grad(jax.grad(by_data(2), argnums=1), argnums=1)
-    ap.testing.assert_unbiased(lambda key: second(key, THETA, OFFSETS), slope * p * (1 - p) * (1 - 2 * p), KEY, 10_000)
+    first = jax.grad(ap.expectation(program, lanes=2, data=3), argnums=1)
+    slope = p * (1 - p) * float(jnp.mean(2.0 - 0.5 * offsets))
+    both = lambda key: (first(key, THETA), jax.grad(first, argnums=1)(key, THETA))
+    ap.testing.assert_unbiased(both, (slope, slope * (1 - 2 * p)), KEY, 10_000)
 
 
 WRONG = {
@@ -138,11 +65,15 @@ def test_axes_that_do_not_fit_are_errors():
 
 
 def test_a_baseline_that_mixes_data_is_named():
+    @ap.stochastic(ap.likelihood_ratio())
+    def choose_action(theta, x):
+        return dist.Bernoulli(logits=theta * x)
+
     words = r"choose_action \(likelihood_ratio\): the leave-one-out baseline .* other data\. Let lanes be samples"
     for transform in (lambda f: f, jax.jit):
-        objective, offsets = all_lanes(2)
+        objective = ap.expectation(paid(choose_action), lanes=6)
         with pytest.warns(UserWarning, match=words):
-            jax.eval_shape(transform(objective), KEY, THETA, offsets)
+            jax.eval_shape(transform(objective), KEY, THETA, jnp.arange(6.0))
 
 
 def test_a_typed_key_for_each_lane_is_given():
@@ -151,16 +82,6 @@ def test_a_typed_key_for_each_lane_is_given():
         return tape.cost(b.astype(jnp.float32) * jax.vmap(jax.random.normal)(keys))
 
     jax.eval_shape(lambda: ap.expectation(program, lanes=3)(KEY, THETA, jax.random.split(KEY, 3)))
-
-
-def test_a_choice_before_a_choice_is_told_to_sum_over_the_later_one():
-    def program(tape, theta, x):
-        coin = lambda logits: dist.Bernoulli(logits=logits)
-        tape, b = ap.choose(tape, coin(x * theta), lambda b: (0.0, b.astype(jnp.float32)), ap.enumeration())
-        return ap.choose(tape, coin(b * theta), lambda b: (jnp.where(b > 0, 1.0, 0.0), None), ap.enumeration())[0]
-
-    with pytest.warns(UserWarning, match=r"choose \(enumeration\).*other data\. These are costs after the choice"):
-        jax.eval_shape(ap.expectation(program, lanes=4), KEY, 0.5, jnp.arange(4.0))
 
 
 def test_a_choice_that_hands_something_on_is_charged_where_a_cost_follows():
@@ -179,7 +100,7 @@ def test_a_choice_that_hands_something_on_is_charged_where_a_cost_follows():
         jax.eval_shape(objective, KEY, 0.5, jnp.arange(4.0))
 
     run(True, False)
-    with pytest.warns(UserWarning, match="put those that do not depend on it before it"):
+    with pytest.warns(UserWarning, match=r"choose \(enumeration\).*other data\. These are costs after the choice: put"):
         run(False, True)
 
 

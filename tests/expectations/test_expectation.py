@@ -105,12 +105,6 @@ def test_compiled_functions_of_the_tape_within_a_program_that_is_not(estimator):
     for _ in range(2):
         assert ap.value_and_grad(program, 4)(KEY, 3.0)[0] == 6.0
 
-    def twice(tape, theta):
-        outer(tape, theta)
-        return outer(tape, theta)
-
-    refused(ValueError, "already used", lambda: ap.expectation(twice, 4)(KEY, 3.0))
-
 
 def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
     flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))

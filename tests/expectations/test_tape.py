@@ -16,6 +16,7 @@ import apgrad as ap
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._ports import Arithmetic, Port
 from tests.cases import cases
+from tests.expectations.programs import probe, visit
 from tests.refusals import refused
 
 KEY, ONES = jax.random.key(0), jnp.ones(4)
@@ -24,16 +25,7 @@ KEY, ONES = jax.random.key(0), jnp.ones(4)
 pytestmark = pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
 
 
-def probe(baseline=None):
-    score = lambda d, x: ap.zero_with_gradient(d.loc)
-    return ap.Estimator("probe", score=score, baseline=baseline, every_order=True)
-
-
-def visit(tape, parameter, baseline=None, parts=False):
-    return ap.sample(tape, dist.Normal(parameter, 1.0), probe(baseline), parts=parts)[0]
-
-
-def messages(program, *shapes, lanes=4, order=1):
+def messages(program, *shapes, lanes=4):
     """What each node received, for each lane: the gradient with respect to its parameter, times the lanes."""
     objective = ap.expectation(program, lanes)
     zeros = [jnp.zeros(shape) for shape in shapes]
@@ -51,19 +43,6 @@ def test_a_node_receives_the_costs_after_it_and_none_before():
     a, b = messages(program, (4,), (4,))
     np.testing.assert_array_equal(a, jnp.arange(4.0) + 10)
     np.testing.assert_array_equal(b, jnp.full(4, 10.0))
-
-
-def test_costs_are_counted_once_whatever_the_shape_of_the_data_flow():
-    # The first sample is used by two nodes whose samples meet again in the cost: one path or two, it is
-    # charged once.
-    def program(tape, a, b, c):
-        tape, x = ap.sample(tape, dist.Normal(a, 1.0), probe())
-        tape, y = ap.sample(tape, dist.Normal(b + x, 1.0), probe())
-        tape, z = ap.sample(tape, dist.Normal(c + x, 1.0), probe())
-        return tape.cost(jnp.full(4, 3.0) + 0 * (y + z + x))
-
-    for message in messages(program, (4,), (4,), (4,)):
-        np.testing.assert_array_equal(message, jnp.full(4, 3.0))
 
 
 def test_parallel_branches_do_not_pay_for_each_other():
@@ -220,18 +199,6 @@ def test_an_inner_jit_that_is_cached_loses_no_request():
         np.testing.assert_allclose(a, 3 * (jnp.arange(4.0) - (6 - jnp.arange(4.0)) / 3), rtol=1e-6)
 
 
-def test_expectation_of_a_function_cost_and_aux():
-    def program(tape, a):
-        tape, x = ap.sample(tape, dist.Normal(a, 1.0), ap.reparameterization())
-        return tape.cost(lambda x, n: n * x**2, x, jnp.arange(4.0)), {"x": x}
-
-    value, aux = ap.expectation(program, 4, has_aux=True)(KEY, jnp.zeros(4))
-    np.testing.assert_allclose(value, jnp.mean(jnp.arange(4.0) * aux["x"] ** 2), rtol=1e-6)
-    (value_again, _), gradient = ap.value_and_grad(program, 4, has_aux=True)(KEY, jnp.zeros(4))
-    assert value_again == value
-    np.testing.assert_allclose(gradient, jnp.arange(4.0) * aux["x"] / 2, rtol=1e-6)
-
-
 def test_costs_in_half_precision_are_summed_in_float32():
     def small(tape):
         body = lambda tape, _: (tape.cost(jnp.full(2, 0.001, jnp.bfloat16)), None)
@@ -298,6 +265,9 @@ WRONG_TYPES = {
     r"return its last tape, got .*has_aux": lambda tape: jnp.mean(ONES),
     "got tuple": lambda tape: (tape.cost(ONES), 1),
     r"branch 1 .*\(tape, output\)": lambda tape: tape.parallel(lambda t: (t, 0), lambda t: t)[0],
+    "one array of real numbers, got NoneType": lambda tape: tape.cost(None),
+    "one array of real numbers, got dict": lambda tape: tape.cost({"a": ONES}),
+    "one array of real numbers, got tuple": lambda tape: tape.cost((ONES, ONES[:2])),
     "complex64": lambda tape: tape.cost(jnp.ones(4, jnp.complex64)),
     "takes one array": lambda tape: tape.cost(ONES, ONES),
     "cost function": lambda tape: tape.cost(ONES, shaping=ap.gaussian_shaping()),
@@ -446,11 +416,6 @@ def test_one_lane_and_costs_that_are_booleans_or_integers():
     (a,) = messages(lambda tape, a: visit(tape, a).cost(jnp.full(1, 3.0)), (1,), lanes=1)
     assert a == 3
     assert jax.jit(ap.expectation(lambda tape: tape.cost(jnp.arange(4) > 0).cost(jnp.arange(4)), 4))(KEY) == 2.25
-
-
-@pytest.mark.parametrize("cost", [None, {"a": ONES}, (ONES, ONES[:2])])
-def test_costs_that_are_no_array_are_refused(cost):
-    refused_program("one array of real numbers, got", lambda tape: tape.cost(cost), raised=TypeError)
 
 
 def test_integer_parameters_are_refused():
