@@ -22,7 +22,10 @@ NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 class Fixed(nnx.Variable):
-    """A number of a rule that is fitted or chosen, and not meta-trained."""
+    """A number of a rule that is fitted or chosen, and not meta-trained: its derivative is 0."""
+
+    def get_value(self, **index: Any) -> Any:
+        return jax.lax.stop_gradient(super().get_value(**index))
 
 
 def split(parameters: jax.Array, parts: Parts) -> list[jax.Array]:

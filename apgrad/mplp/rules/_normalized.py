@@ -158,7 +158,7 @@ class Normalized(MadeForSites):
 
 
 def _ask(local: Any, horizon: jax.Array, site: Site, question: Any, state: Any) -> Answer:
-    return local(site, question, state, jax.lax.stop_gradient(horizon))
+    return local(site, question, state, horizon)
 
 
 def _size(x: jax.Array) -> jax.Array:

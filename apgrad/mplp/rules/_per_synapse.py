@@ -199,42 +199,18 @@ class _PerSynapseAt:
     record: bool = struct.field(pytree_node=False)
 
     def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: dict[str, Any]) -> Answer:
-        if isinstance(question, Elementwise):
-            return self._elementwise(question, state)
-        if isinstance(question, Diagonal):
-            return self._diagonal(question, state)
-        return self._dense(site, question, state)
-
-    def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
-        cell, own, factor, mean = self.parts[part]
-        shift, scale = _statistics(inputs) if self.record else jax.lax.stop_gradient((own.shift[...], own.scale[...]))
-        standardized = [(x + shift[i]) * scale[i] for i, x in enumerate(inputs)]
-        update, message, carry = in_chunks(cell, standardized, state[part]["carry"], CHUNK)
-        centre = jnp.zeros(()) if mean is None else jax.lax.stop_gradient(mean[...])
-        new = {"carry": carry}
-        if self.record:
-            centre = jnp.zeros(()) if update is None else jnp.mean(update)
-            new["seen"] = {"shift": shift, "scale": scale, "mean": centre}
-        return None if update is None else (update - centre) * factor[...], message, new
-
-    def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
-        return [message, gradient[..., None]] if self.gradient else [message]
-
-    def _elementwise(self, question: Elementwise, state: dict[str, Any]) -> Answer:
-        inputs = [] if question.message is None else self._seen(question.message, question.gradient)
-        inputs += [feature[..., None] for feature in question.features.values()]
-        _, message, new = self._run("message", inputs, state)
-        return Answer(message, state={"message": new})
-
-    def _diagonal(self, question: Diagonal, state: dict[str, Any]) -> Answer:
-        parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
-        seen = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
-        update, message, new = self._run("bias", seen, state)
-        return Answer(message, update, state={"bias": new})
-
-    def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
         new: dict[str, Any] = {}
+        if isinstance(question, Elementwise):
+            seen = [] if question.message is None else self._seen(question.message, question.gradient)
+            seen += [feature[..., None] for feature in question.features.values()]
+            _, message, new["message"] = self._run("message", seen, state)
+            return Answer(message, state=new)
         message, bias = question.message, None
+        if isinstance(question, Diagonal):
+            parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
+            seen = [*self._seen(message, question.gradient), parameter[..., None], question.inputs[..., None]]
+            update, message, new["bias"] = self._run("bias", seen, state)
+            return Answer(message, update, state=new)
         if question.bias is not None:
             seen = [*self._seen(message, question.gradient), question.bias[:, None], question.output[..., None]]
             update, message, new["bias"] = self._run("bias", seen, state)
@@ -244,6 +220,21 @@ class _PerSynapseAt:
         update, synapses, new["weight"] = self._run("weight", seen, state)
         update = jnp.sum(update, axis=0) / site.batch
         return Answer(jnp.mean(synapses, axis=2), update, bias, new)
+
+    def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
+        cell, own, factor, mean = self.parts[part]
+        shift, scale = _statistics(inputs) if self.record else (own.shift[...], own.scale[...])
+        standardized = [(x + shift[i]) * scale[i] for i, x in enumerate(inputs)]
+        update, message, carry = in_chunks(cell, standardized, state[part]["carry"], CHUNK)
+        centre = jnp.zeros(()) if mean is None else mean[...]
+        new = {"carry": carry}
+        if self.record:
+            centre = jnp.zeros(()) if update is None else jnp.mean(update)
+            new["seen"] = {"shift": shift, "scale": scale, "mean": centre}
+        return None if update is None else (update - centre) * factor[...], message, new
+
+    def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
+        return [message, gradient[..., None]] if self.gradient else [message]
 
 
 def fit_standardizers(

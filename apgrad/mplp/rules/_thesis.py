@@ -65,11 +65,12 @@ class Thesis(MadeForSites):
         require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate, see_loss=see_loss)
         require_sizes(1, message_size=message_size, hidden=hidden)
         number("learning_rate", learning_rate, positive=True)
-        self.message_size, self.learn_rate, self.see_loss = message_size, learn_rate, see_loss
+        self.message_size, self.see_loss = message_size, see_loss
         sites = self.remember(sites)
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
-        self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
-        make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
+        self.networks = nnx.Dict({})
+        exact = start == "gradient_descent"
+        make = lambda features, out: _Network(features, hidden, out, batch_norm, exact, rngs)
         for site in first_sites(sites, lambda site: site.kind).values():
             if site.family == "elementwise":
                 seen = 0 if site.begins else message_size
@@ -77,10 +78,6 @@ class Thesis(MadeForSites):
             else:
                 self.networks[f"{site.kind}/f"] = make(message_size + 1, 1)
                 self.networks[f"{site.kind}/g"] = make(message_size + 1, message_size)
-            if start == "gradient_descent":
-                # Gains of the corrections to backpropagation's message (in its component 0) and to the step.
-                self.descents[site.kind] = nnx.Param(jnp.ones(message_size, float).at[0].set(0.0))
-                self.gains[site.kind] = nnx.Param(jnp.zeros((), float))
 
     def init(self, site: Site) -> tuple[()]:
         return ()
@@ -88,8 +85,7 @@ class Thesis(MadeForSites):
     def at(self, site: Site) -> "_ThesisAt":
         self.require(site, by_name=False)
         f, g = self.networks.get(f"{site.kind}/f"), self.networks[f"{site.kind}/g"]
-        rate = self.rate[...] if self.learn_rate else jax.lax.stop_gradient(self.rate[...])
-        return _ThesisAt(f, g, self.descents.get(site.kind), self.gains.get(site.kind), rate, self.see_loss)
+        return _ThesisAt(f, g, self.rate[...], self.see_loss)
 
 
 def _used(features: Sequence[str], see_loss: bool) -> list[str]:
@@ -116,26 +112,31 @@ class BatchNorm(nnx.Module):
 
 
 class _Network(nnx.Module):
-    def __init__(self, features: int, hidden: int, out: int, batch_norm: bool, rngs: nnx.Rngs):
+    """What it makes stands alone, or is a correction of gradient descent, whose gains are 0 where it has a part."""
+
+    def __init__(self, features: int, hidden: int, out: int, batch_norm: bool, corrects: bool, rngs: nnx.Rngs):
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.norm = BatchNorm(features) if batch_norm else nnx.data(None)
         self.mlp = Mlp([features, hidden, out], jax.nn.relu, rngs=rngs, initializer=uniform)
         for kernel, bias in zip(self.mlp.kernels, self.mlp.biases, strict=True):
             bound = kernel.shape[0] ** -0.5
             bias[...] = jax.random.uniform(rngs.params(), bias.shape, float, -bound, bound)
+        self.gain = nnx.Param(jnp.ones(out, float).at[0].set(0.0)) if corrects else nnx.data(None)
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
         seen = parts if self.norm is None else self.norm(*parts)
         hidden = self.mlp.kernels[0].shape[1]
         return in_chunks(lambda own, _: self.mlp(*own), seen, (), CHUNK // hidden)
 
+    def combined(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
+        """The message or the step (..., out) of what gradient descent has, (...), and what the network has made."""
+        return learned if self.gain is None else beside(exact, self.gain[...] * learned)
+
 
 @struct.dataclass
 class _ThesisAt:
     f: Any  # a _Network, or None at a node without parameters
     g: _Network
-    descent: nnx.Param | None
-    gain: nnx.Param | None
     rate: jax.Array
     see_loss: bool = struct.field(pytree_node=False)
 
@@ -144,28 +145,22 @@ class _ThesisAt:
             parts = [] if question.message is None else [question.message]
             used = _used(site.features, self.see_loss)
             learned = self.g(*parts, *[question.features[name][..., None] for name in used])
-            return Answer(self._message(question.exact, learned))
+            return Answer(self.g.combined(question.exact, learned))
         m = question.message
         if isinstance(question, Diagonal):
             parameter = jnp.broadcast_to(question.parameter, question.slope.shape)
-            step = self._step(m[..., 0] * question.slope, self.f(m, question.slope[..., None])[..., 0])
+            step = self.f.combined(m[..., 0] * question.slope, self.f(m, question.slope[..., None]))[..., 0]
             # The update of one example is clipped here, since the node takes the mean over the batch.
-            message = self._message(m[..., 0] * question.through, self.g(m, parameter[..., None]))
+            message = self.g.combined(m[..., 0] * question.through, self.g(m, parameter[..., None]))
             return Answer(message, -jnp.clip(self.rate * step, -CLIP, CLIP))
         x, W = question.inputs, question.weight
         inputs = W.shape[0]
         if question.bias is not None:
             x = jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], axis=1)
             W = jnp.concatenate([W, question.bias[None]], axis=0)
-        learned = jnp.sum(self.f(m[:, None], x[:, :, None, None])[..., 0], axis=0) / site.batch
-        step = self._step(x.T @ m[..., 0] / site.batch, learned)
+        learned = jnp.sum(self.f(m[:, None], x[:, :, None, None]), axis=0) / site.batch
+        step = self.f.combined(x.T @ m[..., 0] / site.batch, learned)[..., 0]
         update = -jnp.clip(self.rate * step, -CLIP, CLIP)
         synapses = self.g(m[:, None], W[None, :, :, None])[:, :inputs]
-        message = self._message(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
+        message = self.g.combined(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
         return Answer(message, update[:inputs], None if question.bias is None else update[inputs])
-
-    def _message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        return learned if self.descent is None else beside(exact, self.descent[...] * learned)
-
-    def _step(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
-        return learned if self.gain is None else gradient + self.gain[...] * learned
