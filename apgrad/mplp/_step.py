@@ -89,28 +89,12 @@ def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch
     if not isinstance(state, dict):
         raise TypeError(f"a rule's state is a dictionary that mplp.init_state makes, got {type(state).__name__}")
     params = jax.tree.map(jnp.asarray, params)
-    _require_messages(rule, network, params, batch)
-    found: dict[str, Site] = {}
-
-    def run(params_port, ports):
-        places = Places(rule, state, ports)
-        result = network(places, jax.tree.map(Parameter, params, params_port), batch)
-        found.update(places.sites)
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(metrics, dict) or "loss" in metrics:
-            raise ValueError(
-                'a network returns its loss, or (loss, metrics) with a dictionary of metrics, of which "loss" is the '
-                f"loss itself; got {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}"
-            )
-        if not (isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)):
-            raise TypeError(f"a network returns its loss, an array, or (loss, metrics); got {type(loss).__name__}")
-        loss = jnp.mean(loss)
-        return loss, {"loss": loss, **metrics}
-
+    sites = _require_messages(rule, network, params, batch)
+    if unknown := sorted(state.keys() - sites.keys()):
+        raise ValueError(f"the state has the places {unknown}, the network has only {sorted(sites)}")
     ports = {name: (port(own), jnp.zeros(())) for name, own in state.items()}
+    run = lambda params_port, ports: _run(network, Places(rule, state, ports), params, params_port, batch)
     loss, pullback, metrics = jax.vjp(run, port(params), ports, has_aux=True)
-    if unknown := sorted(state.keys() - found.keys()):
-        raise ValueError(f"the state has the places {unknown}, the network has only {sorted(found)}")
     updates, came = pullback(jnp.ones_like(loss))
     settle = lambda n: lambda new, old: jnp.where(n > 0, new / jnp.maximum(n, 1).astype(new.dtype), old)
     state = {name: jax.tree.map(settle(uses), new, state[name]) for name, (new, uses) in came.items()}
@@ -207,14 +191,25 @@ def unroll(
     return params, state, metrics
 
 
-def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> None:
+def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    """The mean loss of a network, and its metrics with this loss."""
+    result = network(places, jax.tree.map(Parameter, values, ports), batch)
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(metrics, dict) or "loss" in metrics:
+        raise ValueError(
+            'a network returns its loss, or (loss, metrics) with a dictionary of metrics, of which "loss" is the '
+            f"loss itself; got {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}"
+        )
+    if not (isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)):
+        raise TypeError(f"a network returns its loss, an array, or (loss, metrics); got {type(loss).__name__}")
+    loss = jnp.mean(loss)
+    return loss, {"loss": loss, **metrics}
+
+
+def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> dict[str, Site]:
+    """The network's sites, where all that it depends on comes back as a message."""
     places = Places(rule, forward=True)
-
-    def loss(values, ports):
-        result = network(places, jax.tree.map(Parameter, values, ports), batch)
-        found = result[0] if isinstance(result, tuple) else result
-        return found if isinstance(found, jax.Array) else jnp.zeros(())
-
+    loss = lambda values, ports: _run(network, places, values, ports, batch)[0]
     walk = require_messages(loss, params, port(params))
     warn_outside(rule, places, multiplies=walk.multiplies, dense_twice=walk.dense_twice)
     if walk.repeated and getattr(rule, "sums_uses", False):
@@ -223,6 +218,7 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
             f"{type(rule).__name__} normalizes each of its updates, and their sum is too long to learn from. Take the "
             "parameter through mplp.shared first, as the recurrent layers of mplp.from_nnx do."
         )
+    return places.sites
 
 
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:
