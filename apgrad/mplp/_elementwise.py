@@ -72,8 +72,7 @@ def max_pool(place: Place, signal: Signal, window: Sizes, strides: Sizes | None 
       window: the window's size along each space axis, or one number for all.
       strides: the step between windows, in the same form; the window's size if not given.
     """
-    require_signals("max_pool", [signal])
-    dims, steps = _window(signal, window, strides)
+    dims, steps = _window("max_pool", signal, window, strides)
     return transform(place, "max_pool", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, dims, steps, "VALID"), signal)
 
 
@@ -85,12 +84,12 @@ def mean_pool(signal: Signal, window: Sizes, strides: Sizes | None = None) -> Si
       window: the window's size along each space axis, or one number for all.
       strides: the step between windows, in the same form; the window's size if not given.
     """
-    require_signals("mean_pool", [signal])
-    dims, steps = _window(signal, window, strides)
+    dims, steps = _window("mean_pool", signal, window, strides)
     return wire(lambda x: lax.reduce_window(x, 0.0, lax.add, dims, steps, "VALID") / math.prod(dims), signal)
 
 
-def _window(signal, window, strides):
+def _window(where, signal, window, strides):
+    require_signals(where, [signal])
     shape = signal.value.shape
     sizes = per_axis("the window of pooling", window, shape)
     return (1, *sizes, 1), (1, *(sizes if strides is None else per_axis("strides", strides, shape)), 1)

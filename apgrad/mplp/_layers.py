@@ -100,11 +100,12 @@ layer = _Layers()
 """`layer(part)` is a part of a model as a `Layer`; `layer.register` teaches it a type of your own, by a decorator."""
 
 
-def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str]) -> None:
-    plain = vars(nnx.eval_shape(default))
+def _require_plain(part: Any, varied: Sequence[str], *args: Any, **options: Any) -> None:
+    """Refuses what is not as in the type's layer of these arguments, besides dtypes of parameters and what may vary."""
+    plain = vars(nnx.eval_shape(lambda: type(part)(*args, **options, rngs=nnx.Rngs(0))))
     differing = []
     for name, value in vars(part).items():
-        if name.startswith("_") or name in varied or isinstance(value, nnx.Variable):
+        if name.startswith("_") or name in ("param_dtype", *varied) or isinstance(value, nnx.Variable):
             continue
         if name not in plain or not _same(value, plain[name]):
             array = isinstance(value, jax.Array | np.ndarray)
@@ -124,23 +125,22 @@ def _same(a: Any, b: Any) -> bool:
 
 @layer.register
 def _(part: nnx.Linear) -> Layer:
-    default = lambda: nnx.Linear(part.in_features, part.out_features, use_bias=part.use_bias, rngs=nnx.Rngs(0))
-    _require_plain(part, default, ["param_dtype"] + (["dtype"] if part.dtype == part.param_dtype else []))
+    varied = ["dtype"] if part.dtype == part.param_dtype else []
+    _require_plain(part, varied, part.in_features, part.out_features, use_bias=part.use_bias)
     apply = lambda place, p, s: nodes.dense(place, s, p["kernel"], p.get("bias"))
     return _with_parameters("dense", part, ("kernel", "bias"), apply)
 
 
 @layer.register
 def _(part: nnx.Conv) -> Layer:
-    sizes = (part.in_features, part.out_features, part.kernel_size)
-    varied = ["param_dtype", "strides"]
-    varied += [n for n in ("kernel_dilation", "input_dilation") if set(np.ravel(getattr(part, n))) <= {None, 1}]
+    dilations = [n for n in ("kernel_dilation", "input_dilation") if set(np.ravel(getattr(part, n))) <= {None, 1}]
     padding: Any = part.padding
     if not isinstance(padding, str):  # as Flax reads it: one number for both sides of every axis, or of each axis
         each = padding if isinstance(padding, Sequence) else [padding] * len(part.kernel_size)
         padding = [(p, p) if isinstance(p, int | np.integer) else tuple(p) for p in each]
-    varied += ["padding"] if not isinstance(padding, str) or padding in ("SAME", "VALID") else []
-    _require_plain(part, lambda: nnx.Conv(*sizes, use_bias=part.use_bias, rngs=nnx.Rngs(0)), varied)
+    paddings = ["padding"] if not isinstance(padding, str) or padding in ("SAME", "VALID") else []
+    varied = ["strides", *dilations, *paddings]
+    _require_plain(part, varied, part.in_features, part.out_features, part.kernel_size, use_bias=part.use_bias)
     strides = 1 if part.strides is None else part.strides
     apply = lambda place, p, s: nodes.conv(place, s, p["kernel"], p.get("bias"), strides=strides, padding=padding)
     return _with_parameters("conv", part, ("kernel", "bias"), apply)
@@ -148,8 +148,8 @@ def _(part: nnx.Conv) -> Layer:
 
 @layer.register
 def _(part: nnx.Embed) -> Layer:
-    varied = ["param_dtype"] + (["dtype"] if part.dtype == part.embedding[...].dtype else [])
-    _require_plain(part, lambda: nnx.Embed(part.num_embeddings, part.features, rngs=nnx.Rngs(0)), varied)
+    varied = ["dtype"] if part.dtype == part.embedding[...].dtype else []
+    _require_plain(part, varied, part.num_embeddings, part.features)
 
     def apply(place: Place, p: Any, tokens: Any) -> Signal:
         if part.num_embeddings == 1 and hasattr(tokens, "dtype"):
@@ -161,16 +161,14 @@ def _(part: nnx.Embed) -> Layer:
 
 @layer.register
 def _(part: nnx.LayerNorm) -> Layer:
-    varied = ["param_dtype", "epsilon", "use_fast_variance"]
-    varied += [name for name in ("reduction_axes", "feature_axes") if getattr(part, name) in (-1, (-1,), [-1])]
-    bias, scale = part.use_bias, part.use_scale
-    default = lambda: nnx.LayerNorm(part.num_features, use_bias=bias, use_scale=scale, rngs=nnx.Rngs(0))
-    _require_plain(part, default, varied)
+    varied = [name for name in ("reduction_axes", "feature_axes") if getattr(part, name) in (-1, (-1,), [-1])]
+    varied += ["epsilon", "use_fast_variance"]
+    _require_plain(part, varied, part.num_features, use_bias=part.use_bias, use_scale=part.use_scale)
 
     def apply(place, p: dict[str, Parameter], signal):
         signal = elementwise.normalize(place, signal, epsilon=part.epsilon)
-        signal = nodes.scale(place.within("scale"), signal, p["scale"]) if scale else signal
-        return nodes.bias(place.within("bias"), signal, p["bias"]) if bias else signal
+        signal = nodes.scale(place.within("scale"), signal, p["scale"]) if part.use_scale else signal
+        return nodes.bias(place.within("bias"), signal, p["bias"]) if part.use_bias else signal
 
     return _with_parameters("normalize", part, ("scale", "bias"), apply)
 
@@ -191,9 +189,8 @@ def _(part: nnx.RNN) -> Layer:
     if (kind := type(cell)) not in (nnx.SimpleCell, nnx.GRUCell):
         raise TypeError(f"the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got {kind.__name__}")
     M = cell.hidden_features
-    _require_plain(part, lambda: nnx.RNN(cell, rngs=nnx.Rngs(0)), ["cell", "rngs", "unroll"])
-    varied = ["param_dtype", "dense_i", "dense_h", "in_features", "hidden_features", "gate_fn", "activation_fn"]
-    _require_plain(cell, lambda: kind(cell.in_features, M, rngs=nnx.Rngs(0)), varied)
+    _require_plain(part, ["cell", "rngs", "unroll"], cell)
+    _require_plain(cell, ["dense_i", "dense_h", "gate_fn", "activation_fn"], cell.in_features, M)
     i, h = layer(cell.dense_i), layer(cell.dense_h)
     third = lambda n, signal: wire(lambda x: x[..., n * M : (n + 1) * M], signal)
     add = lambda *signals: wire(jnp.add, *signals)
