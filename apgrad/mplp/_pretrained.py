@@ -132,7 +132,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     own: dict[str, Any] = {} if isinstance(rule, Separable) else {"class": type(rule).__name__}
     own |= {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
     if rule.reach is not None:
-        own |= {name: x for name, x in rule.reach._asdict().items() if x not in (None, False)}
+        own |= {name: x for name, x in vars(rule.reach).items() if name != "said" and x not in (None, False)}
     card = json.loads(json.dumps(own | card, allow_nan=False))
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
     there, here = ({**dict(r.options), "sites": r.sites} for r in (form, rule))

@@ -1,6 +1,7 @@
 """How far a trained rule reaches: what its card says it was tried with, and a warning outside of it."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,15 @@ FUNCTIONS: dict[str, Any] = {
 """Activations that a card can name, which are recognised by their values too."""
 
 
-class Reach(NamedTuple):
+NEEDED = ("activations", "minibatches", "depths", "widths")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
     """The MLPs and minibatches that a rule was tried with; pairs are the smallest and the largest number.
 
-    `updates` is for rules that are told it; `wires`: whether there were nonlinear functions by `wire`, such as pooling.
+    `updates` is for rules that are told it; `wires`: whether there were nonlinear functions by `wire`, such as pooling;
+    `said`: the warnings so far. A rule's copies under `jit` have the same object, another rule has an equal one.
     """
 
     activations: tuple[str, ...]
@@ -33,13 +39,18 @@ class Reach(NamedTuple):
     widths: tuple[int, int]
     updates: int | None = None
     wires: bool = False
+    said: set[str] = dataclasses.field(default_factory=set, compare=False)
+
+    def warn(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            warn(text)
 
     @classmethod
     def of(cls, card: dict[str, Any]) -> "Reach | None":
-        needed = cls._fields[:4]
-        if not any(name in card for name in needed):
+        if not any(name in card for name in NEEDED):
             return None
-        entries: list[Any] = [card.get(name) for name in needed]
+        entries: list[Any] = [card.get(name) for name in NEEDED]
         names, *ranges = entries
         pair = lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(type(n) is int for n in x) and x[0] <= x[1]
         strings = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
@@ -59,7 +70,7 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_t
     if reach is None:
         return
     if reach.updates is not None and not rule.told:
-        _warn(reach, "the rule was trained to know how many updates there will be: rule.for_steps(steps) tells it.")
+        reach.warn("the rule was trained to know how many updates there will be: rule.for_steps(steps) tells it.")
     widths = [site.shape[2] for site in places.sites.values() if site.family == "dense"][:-1]
     found = [f"the activation {_name(f)}" for f in places.functions if not _known(f, reach.activations)]
     wrong = lambda numbers, pair: sorted({n for n in numbers if not pair[0] <= n <= pair[1]})
@@ -70,33 +81,20 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_t
     found += ["two dense nodes without an activation between them"] if dense_twice else []
     if found:
         span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"
-        _warn(
-            reach,
+        reach.warn(
             f"the rule was tried with the activations {', '.join(reach.activations)}, {span(reach.depths)} hidden "
             f"layers of {span(reach.widths)} units and minibatches of {span(reach.minibatches)}; this network has "
             f"{', '.join(dict.fromkeys(found))}. There it may learn nothing, or diverge: compare it with gradient "
-            "descent (mplp.Exact), or train a rule for this network (apgrad.meta).",
+            "descent (mplp.Exact), or train a rule for this network (apgrad.meta)."
         )
 
 
 def warn_of_updates(reach: Reach | None, steps: int) -> None:
     if reach is not None and reach.updates is not None and steps > reach.updates:
-        _warn(
-            reach,
+        reach.warn(
             f"the rule was tried with at most {reach.updates} updates, got {steps}, in which it may diverge. Take an "
-            "untrained one, mplp.Normalized(mplp.sites(...), rngs=...), or an optimizer.",
+            "untrained one, mplp.Normalized(mplp.sites(...), rngs=...), or an optimizer."
         )
-
-
-# What was said of each rule. The reach of its copies under `jit` is the same object, that of another rule an equal one.
-_SAID: dict[int, tuple[Reach, set[str]]] = {}
-
-
-def _warn(reach: Reach, text: str) -> None:
-    said = _SAID.setdefault(id(reach), (reach, set()))[1]
-    if text not in said:
-        said.add(text)
-        warn(text)
 
 
 def _name(function: Any) -> str:
