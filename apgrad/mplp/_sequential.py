@@ -124,9 +124,6 @@ def from_nnx(
         "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by. Layers of your own
         without parameters, such as one that gathers some inputs by `wire`, may stand between and keep their numbers.
 
-    Returns:
-      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`.
-
     Raises:
       TypeError: for a layer, or an option of one, that is not supported.
       ValueError: if the network's predictions for x are not the model's.
