@@ -145,12 +145,6 @@ add("softmax_cross_entropy", mlp_params(classes=True))(mlp(jax.nn.gelu, "softmax
 add("step", mlp_params())(mlp(step, "squared_error"))
 
 
-@add("readout", mlp_params())
-def _(m, at, p, x, y):
-    out = m.readout(at["out"], m.dense(at["d"], at.signal(x), p["w0"]))
-    return jnp.mean(jnp.cosh(out @ jnp.ones((5, 2), x.dtype) - y))
-
-
 @add("weighted and masked losses", mlp_params())
 def _(m, at, p, x, y):
     losses = mlp(jnp.tanh, "squared_error")(m, at, p, x, y)
@@ -228,3 +222,86 @@ def _(m, at, p, x, y):
     h = lax.cond(small, jax.checkpoint(taken), other, s)
     h = m.wire(jnp.add, h, lax.cond(small, jax.jit(other), taken, s))
     return m.squared_error(at["loss"], m.dense(at["3"], h, p["w1"], p["b1"]), y)
+
+
+# Networks that put their batch elsewhere, or have it several times.
+B, T, N = 4, 3, 5
+DRAWN = drawn((B, T, N), (B, T, N), w=(N, N), v=(N, N), b=(N,), heads=(2, N, N), table=(6, N))
+elsewhere = functools.partial(add, make=DRAWN)
+
+
+def hidden(m, at, p, s):
+    s = m.activation(at["tanh"], jnp.tanh, m.dense(at["in"], s, p["w"], p["b"]))
+    return m.bias(at["bias"], m.scale(at["scale"], s, p["b"]), p["b"])
+
+
+def wired(function):
+    """The same wire for the hidden units and the targets."""
+
+    def made(m, at, p, x, y):
+        s = m.wire(function, hidden(m, at, p, at.signal(x)))
+        return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), function(y))
+
+    return made
+
+
+elsewhere("positions")(wired(lambda s: s))
+elsewhere("merged with positions")(wired(lambda s: s.reshape(B * T, N)))
+elsewhere("swapped")(wired(lambda s: jnp.swapaxes(s, 0, 1)))
+elsewhere("half of the batch")(wired(lambda s: s[: B // 2]))
+
+
+@elsewhere("the batch last")
+def _(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.transpose(s, (2, 1, 0)), hidden(m, at, p, at.signal(x)))
+    s = m.activation(at["again"], jnp.sin, s)
+    return m.squared_error(at["loss"], s, jnp.transpose(y, (2, 1, 0)))
+
+
+@elsewhere("two batches concatenated")
+def _(m, at, p, x, y):
+    a, b = hidden(m, at, p, at.signal(x)), m.dense(at["b"], at.signal(jnp.sin(x)), p["w"])
+    s = m.wire(lambda a, b: jnp.concatenate([a, b]), a, b)
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.concatenate([y, y + 1]))
+
+
+@elsewhere("mean over the batch without its axis")
+def _(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.mean(s, axis=0), hidden(m, at, p, at.signal(x)))
+    return m.softmax_cross_entropy(at["loss"], m.dense(at["out"], s, p["v"]), jax.nn.softmax(y[0]))
+
+
+@elsewhere("similarities of the batch")
+def _(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.einsum("btn,ctn->bc", s, s), hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.activation(at["again"], jnp.sin, s), jnp.eye(B, dtype=x.dtype))
+
+
+@elsewhere("a loss of another batch axis")
+def _(m, at, p, x, y):
+    s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
+    other = m.squared_error(at["other"], m.wire(lambda s: jnp.mean(s, axis=0, keepdims=True), s), y[0, :1])
+    out = m.readout(at["read"], m.dense(at["out"], s, p["v"]))
+    return jnp.mean(other) + jnp.mean(jnp.cosh(out)) + 0.3 * jnp.mean(m.squared_error(at["loss"], s, y.reshape(-1, N)))
+
+
+@elsewhere("embedded positions")
+def _(m, at, p, x, y):
+    s = hidden(m, at, p, at.signal(x))
+    s = m.wire(lambda s, e: s + e, s, m.embedding(at["positions"], jnp.arange(T), p["table"]))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"]), y)
+
+
+@elsewhere("heads by vmap and their losses")
+def _(m, at, p, x, y):
+    s = hidden(m, at, p, at.signal(x))
+    head = lambda w, c: m.squared_error(at["loss"], m.bias(at["b"], m.dense(at["heads"], s, w), p["b"]), c * y)
+    return jnp.mean(jax.vmap(head)(p["heads"], jnp.asarray([1.0, 2.0], x.dtype)))
+
+
+@elsewhere("examples by vmap in vmap")
+def _(m, at, p, x, y):
+    one = lambda x, w: hidden(m, at, p, m.dense(at["w"], at.signal(x[None]), w))
+    s = jax.vmap(jax.vmap(one, (0, None)), (None, 0))(x, p["heads"])
+    s = m.wire(lambda s: jnp.sum(s, axis=0).reshape(B, T, N), s)
+    return m.squared_error(at["loss"], s, y)

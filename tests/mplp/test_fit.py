@@ -51,15 +51,16 @@ def test_fit_is_the_loop_of_inner_steps():
 
 
 def test_fit_gives_the_same_bits_again_and_leaves_the_model():
+    """It carries on the state of a trained rule, which it tells the number of steps."""
     before = jax.tree.map(np.asarray, nnx.state(model()))
     given = model()
     options = {"held_out": BATCHES[0], "progress": False}
-    first, second = (mplp.fit(given, itertools.cycle(BATCHES), "image_mlp", 8, **options) for _ in range(2))
+    first, second = (mplp.fit(given, itertools.cycle(BATCHES), "images", 8, **options) for _ in range(2))
     for fitted in (first, second):
         assert fitted.steps.tolist() == [0, 8] and fitted.held_out[1] < fitted.held_out[0]
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first.model), nnx.state(second.model))
-    network, params = mplp.from_nnx(given, mplp.softmax_cross_entropy, names="role")  # the rule's state is carried on
-    rule, order = mplp.load_pretrained("image_mlp"), np.arange(8) % 6
+    network, params = mplp.from_nnx(given, mplp.softmax_cross_entropy, names="role")
+    rule, order = mplp.load_pretrained("images").for_steps(8), np.arange(8) % 6
     state = mplp.init_state(rule, network, params, BATCHES[0])
     metrics = jax.jit(lambda rule: mplp.unroll(rule, network, params, state, (X[order], Y[order]))[2])(rule)
     np.testing.assert_allclose(first.losses, metrics["loss"], rtol=1e-4)

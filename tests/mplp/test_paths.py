@@ -1,11 +1,13 @@
 """What a network depends on comes back as a message, or the network is refused when it is traced."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
@@ -127,6 +129,40 @@ RIGHT = {
 }
 
 
+def steps(net, step, weights=None):
+    return jax.lax.scan(lambda s, w: (step(s, w), None), net.at.signal(net.x), weights, 2)[0]
+
+
+def share(net):
+    return mplp.shared(net.at["shared"], net.p["w"])
+
+
+def branches(net):
+    return jax.lax.cond(jnp.sum(net.x) > 0, lambda: net.dense("1"), lambda: net.dense("1"))
+
+
+def nested(net, weights):
+    return steps(net, lambda s, w: jax.lax.scan(lambda s, _: (net.dense("1", s, w), None), s, None, 2)[0], weights)
+
+
+both = lambda n: each(lambda w, v: jnp.stack([w, v]), n.p["w"], n.p["v"])
+recomputed = lambda n: jax.checkpoint(n.dense, static_argnums=0)
+AGAIN = {
+    "a scan": lambda n: steps(n, lambda s, _: n.dense("1", s)),
+    "a call in a scan": lambda n: steps(n, lambda s, _: recomputed(n)("1", s, n.p["w"])),
+    "a scan in a scan": lambda n: nested(n, both(n)),
+    "one node twice": lambda n: n.dense("1", n.dense()),
+    "two nodes": lambda n: n.dense("1", n.dense("2")),
+}
+ONCE = {
+    "two parameters": lambda n: n.dense("1", n.dense("2", w=n.p["v"])),
+    "a shared one, twice": lambda n: (lambda w: n.dense("1", n.dense("1", w=w), w))(share(n)),
+    "a shared one, in a scan": lambda n: (lambda w: steps(n, lambda s, _: n.dense("1", s, w)))(share(n)),
+    "branches": branches,
+    "layers in a scan": lambda n: steps(n, lambda s, w: n.dense("1", s, w), both(n)),
+}
+
+
 def network(make):
     return lambda places, p, batch: make(Net(places, p, batch))
 
@@ -169,6 +205,17 @@ def test_two_nodes_with_parameters_of_their_own_are_no_one_node():
     }
     for match, make in made.items():
         refused(ValueError, match, jax.eval_shape, lambda p, make=make: updates(network(make), p), P | {"d": P["c"]})
+
+
+def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
+    """But not under rules whose answers add up."""
+    for name, make in {**AGAIN, **ONCE}.items():
+        net = network(lambda n, make=make: n.loss(make(n)))
+        rule = mplp.Normalized(mplp.sites(net, P, BATCH), message_size=0, rngs=nnx.Rngs(0))
+        jax.eval_shape(lambda p, net=net: updates(net, p), P)
+        warned = pytest.warns(UserWarning, match=r"'1'.*mplp\.shared first")
+        with warned if name in AGAIN else contextlib.nullcontext():
+            jax.eval_shape(lambda p, net=net, rule=rule: first_step(rule, net, p, BATCH), P)
 
 
 ARRAYS = {

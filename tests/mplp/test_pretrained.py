@@ -67,11 +67,6 @@ def test_names_with_dots_are_names(rule, tmp_path):
     assert sum(path.is_file() for path in tmp_path.rglob("*")) == 2 * len(names)  # nothing else is left behind
 
 
-def test_what_the_card_lacks_is_taken_from_the_rule(rule, tmp_path):
-    mplp.save_trained(rule, {"trained": "here"}, tmp_path / "rule")
-    assert OPTIONS.items() <= mplp.load_trained(tmp_path / "rule")[1]["rule"].items()
-
-
 class Halved(mplp.Separable):
     """What it does beside a separable rule a card does not say."""
 
@@ -286,8 +281,9 @@ def test_a_rule_that_was_told_its_updates_knows_them_when_it_is_read(tmp_path):
     new = mplp.Normalized(sites(), rngs=nnx.Rngs(0), message_size=1, rank=1, hidden=2)
     for rule, told in ((new.for_steps(5), True), (new, False)):
         mplp.save_trained(rule, {"trained": "here", "updates": 9} | REACH, tmp_path / "rule")
-        found, _ = mplp.load_trained(tmp_path / "rule")
-        assert (found.told, found.horizon[...]) == (told, 5 * told)
+        found, about = mplp.load_trained(tmp_path / "rule")
+        assert (found.told, found.horizon[...], about["class"]) == (told, 5 * told, "Normalized")
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(rule))
         with contextlib.nullcontext() if told else pytest.warns(UserWarning, match="for_steps"):
             trace(found, made, params, batch)
 

@@ -210,19 +210,16 @@ ORDERED = ("gru", "mlp", "thesis", "separable, neurons", "separable, whitening",
 
 @pytest.mark.parametrize("make", [RULES[name] for name in ORDERED], ids=ORDERED)
 def test_the_order_of_the_batch_does_not_matter(make, x64):
-    """A permutation kept from step to step; where there is no state for each example, any other each time."""
+    """An order of each step's own; only a rule that remembers each example has one that is kept."""
     graph = GRAPHS["softmax, cross_entropy"]
     params, batch, batches = task(graph)
     rule = jiggle(make(mplp.sites(graph.network, params, batch)))
     state = mplp.init_state(rule, graph.network, params, batch)
     run = jit(lambda batches: mplp.unroll(rule, graph.network, params, state, batches)[0])
-    shuffled = jax.tree.map(lambda x: x[:, jnp.array([2, 0, 3, 1])], batches)
+    seeds = [0] * 5 if make is per_synapse else range(5)
+    orders = np.array([np.random.default_rng(seed).permutation(4) for seed in seeds])
+    shuffled = jax.tree.map(lambda x: jax.vmap(lambda row, order: row[order])(x, orders), batches)
     close(run(shuffled), run(batches), rtol=1e-8, atol=1e-9)
-    remembers = any(x.shape[:1] == (4,) for x in jax.tree.leaves(state)) and isinstance(rule, mplp.PerSynapse)
-    if not remembers:
-        order = np.array([np.random.default_rng(i).permutation(4) for i in range(5)])
-        each = jax.tree.map(lambda x: jax.vmap(lambda row, o: row[o])(x, order), batches)
-        close(run(each), run(batches), rtol=1e-8, atol=1e-9)
 
 
 def test_a_minibatch_that_is_given_twice_has_the_updates_of_one(x64):
@@ -381,36 +378,33 @@ def test_a_rule_or_a_state_of_another_network_is_refused():
     refused(TypeError, "state is a dictionary.* got NoneType", backward(rule, network), params, None, batch)
 
 
-def test_a_network_or_an_answer_that_does_not_fit_is_refused():
-    class Wrong(mplp.Exact):
-        def at(self, site):
-            right, wrong = super().at(site), lambda site, q, state: mplp.Answer(q.exact)
-            return jax.tree_util.Partial(wrong) if site.begins else right
+EMPTY = dict.fromkeys(("first", "act", "second", "loss"), ())  # a state of the network of `squared`
 
+
+def test_a_network_that_does_not_fit_is_refused():
     network, params, batch, _ = squared()
-    state, right = dict.fromkeys(("first", "act", "second", "loss"), ()), mplp.Exact(0.1)
-    words = r"'loss' .*message must have shape \(4, 2, 1\), got shape \(4, 2\)"
-    refused(ValueError, words, backward(Wrong(0.1), network), params, state, batch)
+    right = mplp.Exact(0.1)
     refused(TypeError, "a network returns its loss", backward(right, lambda at, p, b: None), params, {}, batch)
     for metrics in ({"loss": jnp.zeros(())}, jnp.zeros(())):
         other = lambda *args, m=metrics: (network(*args), m)
-        refused(ValueError, '"loss" is the loss itself', backward(right, other), params, state, batch)
+        refused(ValueError, '"loss" is the loss itself', backward(right, other), params, EMPTY, batch)
     words, integers = r"are floating point, got params\['w'\] of dtype int32", {"w": jnp.ones(2, jnp.int32)}
     refused(TypeError, words, backward(right, network), integers, {}, batch)
 
 
 def test_a_rule_of_a_user_that_is_none_is_refused():
     network, params, batch, _ = squared()
-    state = dict.fromkeys(("first", "act", "second", "loss"), ())
     answers = lambda found: lambda site: jax.tree_util.Partial(lambda site, question, state: found)
+    small = answers(mplp.Answer(jnp.ones(4), jnp.ones((3, 5)), jnp.ones(5)))
     for at, words in (
         (answers(None), r"'first' .*an mplp\.Answer\(message, update, bias, state\), got NoneType"),
         (answers((1, 2)), "got a tuple of 2"),
+        (small, r"'first' .*message must have shape \(4, 3, 1\), got shape \(4,\)"),
         (lambda site: lambda *question: None, r"'first' .*pytree of arrays that is called, got <function.*Partial"),
         (lambda site: None, "pytree of arrays that is called, got None"),
     ):
         wrong = type("Wrong", (mplp.Exact,), {"at": lambda self, site, at=at: at(site)})(0.1)
-        refused(TypeError, words, backward(wrong, network), params, state, batch)
+        refused((TypeError, ValueError), words, backward(wrong, network), params, EMPTY, batch)
 
     class Without(nnx.Module):
         message_size = 1
@@ -421,11 +415,8 @@ def test_a_rule_of_a_user_that_is_none_is_refused():
 def test_an_answer_of_another_dtype_is_converted_before_it_is_summed():
     class Half(mplp.Exact):
         def at(self, site):
-            return jax.tree_util.Partial(self.answer, super().at(site))
-
-        @staticmethod
-        def answer(local, site, question, state):
-            return jax.tree.map(lambda x: x.astype(jnp.float16), local(site, question, state))
+            half = lambda answer: jax.tree.map(lambda x: x.astype(jnp.float16), answer)
+            return jax.tree_util.Partial(lambda local, *question: half(local(*question)), super().at(site))
 
     def network(at, p, x):
         h = mplp.bias(at["bias"], mplp.conv(at["conv"], at.signal(x), p["w"]), p["b"])
@@ -446,6 +437,7 @@ tanh = lambda at: mplp.activation(at["d"], jnp.tanh, S(at))
 NODES = [
     (lambda at: S(at, jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
     (lambda at: S(at, jnp.ones((0, 3))), "the batch as its first axis"),
+    (lambda at: (S(at), S(at, X[:1])), r"its first input has 4 examples, this one, of shape \(1, 3\), has 1"),
     (lambda at: cross_entropy(at, jnp.arange(4)), r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)"),
     (lambda at: cross_entropy(at, jnp.ones((4, 3), int)), r"got int32\(4, 3\)\. .*target\.astype\(float\)"),
     (lambda at: mplp.squared_error(at["l"], S(at, X[:, :1]), X[:, 0]), r"\(4, 1\), got .*target\[\.\.\., None\]"),
@@ -458,7 +450,10 @@ NODES = [
     (lambda at: dense(at, S(at, X[:, :2]), W), r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)"),
     (lambda at: dense(at, S(at), W, mplp.parameter(X[0])), r"bias at 'd' must have shape \(2,\)"),
     (lambda at: mplp.max_pool(at["p"], S(at), (2,)), "the window of pooling needs a positive integer"),
-    (lambda at: dense(at, tanh(at), W), r"'d' is used by two nodes that differ: 'd' \(activation.*'d' \(dense"),
+    (lambda at: dense(at, tanh(at), W), r"'d' is used by two nodes that differ: 'd' \(activation.*place\.within"),
+    (lambda at: S(at) * X, r"a Signal has no arithmetic.*mplp\.wire\(jnp\.add, a, b\)"),
+    (lambda at: S(at) @ X.T, "a Signal has no arithmetic"),
+    (lambda at: 2.0 * W + W, r"a Parameter has no arithmetic.*mplp\.dense"),
 ]
 
 
