@@ -47,12 +47,10 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     stateless = not any("/gru/" in name for name in arrays)
     weight = "shared/weight" if shared else next(f"{site.name}/weight" for site in sites if site.family == "dense")
     message_size = _take(arrays, f"{weight}/g/w0" if stateless else f"{weight}/gru/W_update_x").shape[0] - 2
-    options: dict[str, Any] = {"message_size": message_size, "share": shared, "rngs": nnx.Rngs(0)}
-    if stateless:
-        rule = PerSynapse(sites, cell="mlp", **options)
-    else:  # the state of a weight is the update, h numbers, and the message
-        size = _take(arrays, f"{weight}/gru/b_next").shape[0]
-        rule = PerSynapse(sites, hidden=size - message_size - 1, **options)
+    kind: dict[str, Any] = {"cell": "mlp"}
+    if not stateless:  # the state of a weight is the update, h numbers, and the message
+        kind = {"hidden": _take(arrays, f"{weight}/gru/b_next").shape[0] - message_size - 1}
+    rule = PerSynapse(sites, message_size=message_size, share=shared, **kind, rngs=nnx.Rngs(0))
     wanted: dict[str, nnx.Variable] = {}
     for site in sites:
         for part in parts[site.name]:
