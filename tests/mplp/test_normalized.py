@@ -183,11 +183,6 @@ def test_what_a_controllers_network_says_fades_in_a_rule_that_is_made_so(x64, se
     np.testing.assert_allclose((log_lengths(rule, times) - constant) / 0.3, left, rtol=1e-9)
 
 
-@pytest.mark.parametrize("settle", [0, 2.5, True])
-def test_controllers_settle_after_a_number_of_steps(settle):
-    refused((TypeError, ValueError), "settle", made, settle=settle)
-
-
 def test_steps_get_shorter_until_the_horizon():
     network, params, data, rule = made(message_size=0)
 

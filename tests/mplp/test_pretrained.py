@@ -190,6 +190,7 @@ def test_every_option_of_every_rule_is_checked():
         (mplp.PerSynapse, small, {"message_size hidden layers": ""}),
         (mplp.Separable, {}, {"whiten share normalize": flags}),
         (mplp.Separable, {}, {"message_size rank hidden neuron_state full window learning_rate": ""}),
+        (mplp.Normalized, {}, {"whiten": flags, "message_size rank hidden full window settle": ""}),
         (mplp.Thesis, {}, {"batch_norm learn_rate start see_loss": flags, "message_size hidden learning_rate": ""}),
     ):
         for names, match in options.items():
