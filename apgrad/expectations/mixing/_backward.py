@@ -7,7 +7,7 @@ says what is weighed, and by what:
   contribution to shared arguments, by a rule of `weights.py` on features (`_features.py`), or by `ap.adaptive`.
 * `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
-  weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes. A distribution may keep
+  weights. `of_batch` is all of it for `ap.sample`, which samples one distribution of all lanes. A distribution may keep
   what it computed of a parameter, sample by the one and have its density by the other, as `StudentT` and `LKJCholesky`
   do. An estimator's answer for each array is then no gradient, only their sum is, and all have one weight (`_alike`).
 
@@ -107,23 +107,23 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
 
 def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
     lanes, pull = len(to_x.own), functools.partial(pulled, memory)
-    by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, node.folds)
-    floating = [i for i, x in enumerate(by_stream.own[0]) if x is not None]
-    if not sum(by_stream.own[0][i].size for i in floating):
-        raise ValueError(empty_target(node.what))
 
     def build(shared, lane):
         return jax.vmap(lambda x: jax.tree.leaves(node.build(shared, x)), axis_size=lanes)(lane)
 
     leaves, pullback = jax.vjp(build, memory.shared, memory.lane)
+    if not sum(leaf.size for leaf in leaves if is_inexact(leaf)):
+        raise ValueError(empty_target(node.what))
+    led = tuple(map(is_inexact, leaves))
+    way = of_batch(node.what, node.mixer.weights.message, node.folds, led, pull, to_x, to_zeros)
+    nothing = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
 
-    def finish(mixed, weights, to_x, shared):
-        nothing = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
-        back = pullback(place(mixed, floating, nothing))
+    def finish(*mixed):
+        _, messages = way.finish(*mixed)
+        back = pullback([zero if m is None else m for zero, m in zip(nothing, messages, strict=True)])
         return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, back)
 
-    alike, weighting = _alike(pull, to_x.own, to_zeros), node.mixer.weights.message
-    return _coordinates(node.what, weighting, node.folds, by_stream, floating, finish, alike, alike)
+    return way._replace(finish=finish)
 
 
 def of_batch(
@@ -132,46 +132,17 @@ def of_batch(
     """The way back in `ap.sample`; the arrays that have the lanes first, `led`, are weighed coordinate by coordinate.
 
     `pull(to_x, to_zeros, weights=None)` has for each estimator a list with its message to each array of parameters, or
-    None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back.
+    None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back. Arrays that
+    lanes share have the weights of the whole, as all arrays have that are `_alike`.
     """
-    lanes = len(to_x.own)
-    by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, folds)
+    own = pull(to_x.own, to_zeros)
+    by_stream = Streams(own, own if folds == 1 else pull(to_x.output, to_zeros))
     chosen = [i for i, flag in enumerate(led) if flag]
-    shared = [i for i, flag in enumerate(led) if not flag and by_stream.own[0][i] is not None]
-
-    def finish(mixed, weights, to_x, _):
-        found = place(mixed, chosen, [None] * len(led))
-        if shared:
-            # Weighed before they are pulled back, lane by lane: what lanes share has no lanes to weigh.
-            by_lane = jnp.repeat(weights[-1], lanes // folds, axis=0).T
-            each = pull(to_x, to_zeros, by_lane)
-            found = place([add(answer[i] for answer in each) for i in shared], shared, found)
-        return None, found
-
+    shared = [i for i, flag in enumerate(led) if not flag and own[0][i] is not None]
     alike = _alike(pull, to_x.own, to_zeros)
-    return _coordinates(what, weighting, folds, by_stream, chosen, finish, alike, alike or shared)
-
-
-def _alike(pull, to_x, to_zeros):
-    """Whether estimators send messages to different arrays of a distribution, which then have one weight."""
-    program, answers = trace(pull, to_x, to_zeros)
-    inputs = [True] * len(program.jaxpr.invars)
-    through = lambda eqn, facts: [any(facts)] * len(eqn.outvars) if nested(eqn) is None else None
-    reached = flow(program, inputs, through, lambda a, b: a or b, lambda _: False)
-    first, *others = jax.tree.unflatten(jax.tree.structure(answers), reached)
-    return any(other != first for other in others)
-
-
-def _in_streams(pull, to_x, folds):
-    own = pull(to_x.own)
-    return Streams(own, own if folds == 1 else pull(to_x.output))
-
-
-def _coordinates(what, weighting, folds, by_stream, chosen, finish, alike, wants_whole):
-    """Weights for each coordinate of the chosen arrays, or if alike the whole's for all, which `finish` gets last."""
-    rows = [[_rows(answer[i]) for i in chosen] for answer in by_stream.own]
+    rows = [[_rows(answer[i]) for i in chosen] for answer in own]
     in_folds = lambda rows: jnp.stack([fold(row, folds) for row in rows], axis=1)  # (folds, estimators, lanes, size)
-    whole = weigh(what, weighting, in_folds([jnp.concatenate(row, 1) for row in rows])) if wants_whole else None
+    whole = weigh(what, weighting, in_folds([jnp.concatenate(row, 1) for row in rows])) if alike or shared else None
 
     def weigh_array(features):
         if not features.shape[-1]:
@@ -182,8 +153,27 @@ def _coordinates(what, weighting, folds, by_stream, chosen, finish, alike, wants
         weights = [whole if alike else weigh_array(in_folds(array)) for array in zip(*rows, strict=True)]
         return (weights, whole), gathered
 
+    def finish(mixed, weights, to_x, _):
+        found = place(mixed[0], chosen, [None] * len(led))
+        if shared:
+            # Weighed before they are pulled back, lane by lane: what lanes share has no lanes to weigh.
+            by_lane = jnp.repeat(weights[1], len(to_x) // folds, axis=0).T
+            each = pull(to_x, to_zeros, by_lane)
+            found = place([add(answer[i] for answer in each) for i in shared], shared, found)
+        return None, found
+
     answers = Streams(*([([answer[i] for i in chosen], None) for answer in stream] for stream in by_stream))
-    return WayBack(answers, weigh_all, lambda mixed, *rest: finish(mixed[0], *rest))
+    return WayBack(answers, weigh_all, finish)
+
+
+def _alike(pull, to_x, to_zeros):
+    """Whether estimators send messages to different arrays of a distribution, which then have one weight."""
+    program, answers = trace(pull, to_x, to_zeros)
+    inputs = [True] * len(program.jaxpr.invars)
+    through = lambda eqn, facts: [any(facts)] * len(eqn.outvars) if nested(eqn) is None else None
+    reached = flow(program, inputs, through, lambda a, b: a or b, lambda _: False)
+    first, *others = jax.tree.unflatten(jax.tree.structure(answers), reached)
+    return any(other != first for other in others)
 
 
 def _rows(x):
