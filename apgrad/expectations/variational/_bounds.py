@@ -50,30 +50,22 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
         return joint - density
 
 
-def log_mean_exp(x: jax.Array) -> jax.Array:
-    return jax.nn.logsumexp(x, axis=0) - jnp.log(jnp.asarray(x.shape[0], x.dtype))
-
-
 def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
     """For each sample all values, (samples, samples, ...), with others in the sample's own place."""
     own = jnp.eye(len(x), dtype=bool).reshape(len(x), len(x), *[1] * (x.ndim - 1))
     return jnp.where(own, instead, x[None])
 
 
-def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array] | None) -> Bound:
-    """The bound by scores; a sample's baseline is that of the others, or has `stand_in(log-weights)` for its own."""
+def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Array]) -> Bound:
+    """The bound by scores, with `baselines(log-weights)` of the others for each sample; infinite ones count as 0."""
     samples = whole(f"the samples of {what}", samples, 2)
-
-    def baselines(weights):
-        each = in_own_place(weights) if stand_in is None else in_own_place(weights, stand_in(weights)[:, None])
-        found = jax.nn.logsumexp(each, axis=1) - jnp.log(jnp.asarray(samples - (stand_in is None), weights.dtype))
-        return jnp.where(jnp.isfinite(found), found, 0)  # where the others are all impossible, there is none
 
     def bound(key, proposal, log_joint):
         z = draw(what, key, proposal, samples, pathwise=False)
         weights, zeros = log_weights(what, proposal, log_joint, z), scores(what, proposal, z)
+        b = baselines(lax.stop_gradient(weights))
         # The bound pays for all samples; each of them pays less its own baseline.
-        less = dice(0, zeros, baselines(lax.stop_gradient(weights)))
-        return dice(log_mean_exp(weights), jnp.sum(zeros, axis=0)) + jnp.sum(less, axis=0)
+        less = dice(0, zeros, jnp.where(jnp.isfinite(b), b, 0))
+        return dice(jax.nn.logmeanexp(weights, axis=0), jnp.sum(zeros, axis=0)) + jnp.sum(less, axis=0)
 
     return bound

@@ -24,7 +24,7 @@ from jax import lax
 from apgrad._ground.arguments import whole
 from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import fixed
-from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_mean_exp, log_weights, scores
+from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_weights, scores
 
 
 def doubly_reparameterized(samples: int) -> Bound:
@@ -57,6 +57,6 @@ def doubly_reparameterized(samples: int) -> Bound:
         share = jax.nn.sigmoid(of_samples - others)
         zeros = scores(what, proposal, z)
         again = jnp.sum(dice(lax.stop_gradient(share), zeros) - share, axis=0)
-        return log_mean_exp(weights) + again
+        return jax.nn.logmeanexp(weights, axis=0) + again
 
     return bound

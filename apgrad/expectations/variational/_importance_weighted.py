@@ -4,8 +4,10 @@ Burda, Grosse & Salakhutdinov, Importance weighted autoencoders, ICLR 2016, equa
 with respect to the proposal gets relatively noisier (Rainforth et al., 2018): see `doubly_reparameterized`.
 """
 
+import jax
+
 from apgrad._ground.arguments import whole
-from apgrad.expectations.variational._bounds import Bound, draw, log_mean_exp, log_weights
+from apgrad.expectations.variational._bounds import Bound, draw, log_weights
 
 
 def importance_weighted(samples: int) -> Bound:
@@ -28,6 +30,6 @@ def importance_weighted(samples: int) -> Bound:
 
     def bound(key, proposal, log_joint):
         z = draw("importance_weighted", key, proposal, samples)
-        return log_mean_exp(log_weights("importance_weighted", proposal, log_joint, z))
+        return jax.nn.logmeanexp(log_weights("importance_weighted", proposal, log_joint, z), axis=0)
 
     return bound

@@ -4,7 +4,11 @@ The baseline of sample k is b_k = log (sum of the other w) / (K - 1): leave-one-
 REINFORCE samples, get a baseline for free!, 2019) for a cost that is a logarithm of a mean over samples.
 """
 
-from apgrad.expectations.variational._bounds import Bound, by_scores
+import math
+
+import jax
+
+from apgrad.expectations.variational._bounds import Bound, by_scores, in_own_place
 
 
 def leave_one_out(samples: int) -> Bound:
@@ -23,4 +27,5 @@ def leave_one_out(samples: int) -> Bound:
       >>> float(jnp.exp(bound(jax.random.key(0), dist.Bernoulli(logits=jnp.log(3.0)), log_joint))).__round__(3)
       0.4
     """
-    return by_scores("leave_one_out", samples, None)
+    baselines = lambda weights: jax.nn.logsumexp(in_own_place(weights), axis=1) - math.log(samples - 1)
+    return by_scores("leave_one_out", samples, baselines)

@@ -7,6 +7,7 @@ weights,
     b_k = log (sum of the other w + exp(mean of the other log w)) / K .
 """
 
+import jax
 import jax.numpy as jnp
 
 from apgrad.expectations.variational._bounds import Bound, by_scores, in_own_place
@@ -28,4 +29,9 @@ def vimco(samples: int) -> Bound:
       >>> float(jnp.exp(bound(jax.random.key(0), dist.Bernoulli(logits=jnp.log(3.0)), log_joint))).__round__(3)
       0.4
     """
-    return by_scores("vimco", samples, lambda weights: jnp.sum(in_own_place(weights, 0.0), axis=1) / (samples - 1))
+
+    def baselines(weights):
+        instead = jnp.sum(in_own_place(weights, 0.0), axis=1) / (samples - 1)
+        return jax.nn.logmeanexp(in_own_place(weights, instead[:, None]), axis=1)
+
+    return by_scores("vimco", samples, baselines)
