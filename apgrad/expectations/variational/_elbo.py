@@ -83,12 +83,11 @@ def elbo(
       -0.2
     """
     estimators = dict(estimators or {})
-    for name, estimator in [*estimators.items(), ("default", default)]:
-        if not (isinstance(estimator, Estimator) or (name == "default" and estimator is None)):
+    for name, estimator in [*estimators.items(), *[("default", default)] * (default is not None)]:
+        if not isinstance(estimator, Estimator):
             raise TypeError(f"variational.elbo: {name} takes estimators as ap.likelihood_ratio(), {_unfit(estimator)}")
-        if estimator is not None:
-            baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
-            require_derivative(f"variational.elbo: {name}", estimator)
+        baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
+        require_derivative(f"variational.elbo: {name}", estimator)
     return _ELBO(estimators, whole("the lanes of variational.elbo", lanes), default, sticking_the_landing)
 
 
@@ -120,7 +119,7 @@ class _ELBO(numpyro.infer.ELBO):
         values = {name: site.value for name, site in sites.items() if site.zero is not None}
         causes = _causes(lambda values: run(lane_key, values), values)
         sites, costs, free = jax.vmap(run)(jax.random.split(lane_key, self.num_particles))
-        total = sum(_own_baseline(sites[name]) for name in sorted(values))
+        total = sum(_own_baseline(sites[name]) for name in sorted(values) if sites[name].baseline is not None)
         for name, cost in costs.items():
             total += _charged(cost, [(sites[cause], causes[name][cause]) for cause in sorted(causes[name])])
         return jnp.mean(total - free)
@@ -145,22 +144,21 @@ def _unfit(estimator: Any) -> str:
 
 def _causes(run, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The choices with a score that each cost depends on, also by way of other choices' distributions."""
-    names: list[str] = []
-    batch: dict[str, int] = {}
 
     def outputs(values):
         sites, costs, _ = run(values)
-        names.extend(costs)
-        batch.update({name: sites[name].zero.ndim for name in values})
-        return [sites[name].zero for name in sorted(values)] + [cost.value for cost in costs.values()]
+        return {name: sites[name].zero for name in values}, {name: cost.value for name, cost in costs.items()}
 
     program, shapes = trace(outputs, values)
+    batch = {name: zero.ndim for name, zero in shapes[0].items()}
     # A fact is what an array depends on: choices, and where in the array each axis of a choice's batch is found again.
     inputs = [{name: {axis - batch[name]: axis for axis in range(batch[name])}} for name in sorted(values)]
+    leaves, structure = jax.tree.flatten(shapes)
     facts = [
         {name: {dim: dim for dim, axis in axes.items() if axis - x.ndim == dim} for name, axes in fact.items()}
-        for fact, x in zip(flow(program, inputs, _depends, _agree, lambda _: {}), shapes, strict=True)
+        for fact, x in zip(flow(program, inputs, _depends, _agree, lambda _: {}), leaves, strict=True)
     ]
+    direct, of_costs = jax.tree.unflatten(structure, facts)
 
     def by_way_of(fact, further):
         for near, dims in fact.items():
@@ -168,10 +166,10 @@ def _causes(run, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
             fact = _agree(fact, far)
         return fact
 
-    further = direct = dict(zip(sorted(values), facts, strict=False))
+    further = direct
     for _ in values:  # a chain of choices is no longer than there are choices
         further = {name: by_way_of(fact, further) for name, fact in direct.items()}
-    return {name: by_way_of(fact, further) for name, fact in zip(names, facts[len(values) :], strict=True)}
+    return {name: by_way_of(fact, further) for name, fact in of_costs.items()}
 
 
 def _agree(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -333,8 +331,6 @@ def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
 def _own_baseline(site: _Site) -> jax.Array:
     """What a choice's own baseline adds to the loss, (lanes,): zero in value and expectation."""
     zero, baseline = site.zero, site.baseline
-    if baseline is None:
-        return jnp.zeros(zero.shape[0], zero.dtype)
     if jnp.shape(baseline) != zero.shape:
         raise ValueError(f"the baseline of a site has shape {jnp.shape(baseline)[1:]}, expected {zero.shape[1:]}")
     term = dice(0, zero, lax.stop_gradient(baseline))
