@@ -51,7 +51,7 @@ class Row(NamedTuple):
       heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
       seconds: the time of one gradient, without compiling: the median over rounds of a chunk's time per estimate.
       efficiency: 1 / (squared_error seconds).
-      times: the seconds in each round; None where they are known exactly.
+      times: the seconds in each round.
       rounding: whether elements are off by more than chance, but by no more than 1e-5 of the truth's norm together.
     """
 
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     heavy_tailed: bool
     seconds: float
     efficiency: float
-    times: np.ndarray | None = None
+    times: np.ndarray
     rounding: bool = False
 
 
@@ -253,10 +253,8 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
     errors = 0.0 if equal else math.log(second.squared_error / first.squared_error)
     error = math.hypot(*(r.uncertainty / r.squared_error if r.squared_error else 0.0 for r in (first, second)))
     error *= NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
-    logs = np.log([second.seconds / first.seconds])
-    if first.times is not None and second.times is not None:
-        # Round by round: what else the machine does slows down both. All are on one side once in 2^(n - 1) times.
-        logs = np.log(second.times / first.times) if len(first.times) > 5 else np.array([-np.inf, 0.0, np.inf])
+    # Round by round: what else the machine does slows down both. All are on one side once in 2^(n - 1) times.
+    logs = np.log(second.times / first.times) if len(first.times) > 5 else np.array([-np.inf, 0.0, np.inf])
     low, middle, high = logs.min(), np.median(logs), logs.max()
     return math.exp(errors + middle), math.exp(errors - error + low), math.exp(errors + error + high)
 
