@@ -101,7 +101,8 @@ def multilevel(
         values, gradients = each(jnp.asarray(levels, jnp.float32))
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
         found = jax.tree.map(lambda x: x[1:] - x[:-1], _wide(gradients))
-        size = largest([jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)])
+        most = jax.vmap(lambda x: jnp.max(jnp.abs(x), initial=0))
+        size = largest([most(x) for x in jax.tree.leaves(found)])
         usable = jnp.isfinite(size) & (size > 0)
         scale = jnp.where(usable, size, 1)
         unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim), 0)
@@ -150,11 +151,7 @@ def _wide(tree):
     return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real)), tree)
 
 
-def _rows(x):
-    return x.reshape(x.shape[0], -1)
-
-
 def _dot(a, b):
     dot = functools.partial(jnp.vdot, precision="highest")
-    each = lambda x, y: jax.vmap(dot)(_rows(x), _rows(y)).real
+    each = lambda x, y: jax.vmap(dot)(x, y).real
     return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), real_dtype(a)))
