@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 
 from apgrad.expectations._expectation import expectation
 from apgrad.expectations.estimators._total_propagation import total_propagation
-from apgrad.expectations.mixing._node import Numbered
+from apgrad.expectations.mixing._backward import Numbered
 from apgrad.expectations.weights import Weighting, Weights, decoupled, per_step_inverse_variance
 
 

@@ -36,6 +36,15 @@ from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_t
 from apgrad.expectations.weights import Weighting
 
 
+class Numbered(NamedTuple):
+    """A rule of the message that is given the node's number in the order of the program, an int32 scalar, first."""
+
+    rule: Callable[..., jax.Array]
+
+    def __call__(self, gradients: jax.Array, suffix: jax.Array) -> jax.Array:
+        raise ValueError("this node weighs each coordinate by itself: use ap.stochastic with target='arguments'")
+
+
 class Gathered(NamedTuple):
     suffix: jax.Array | None = None  # the gradient of later nodes, (lanes, width), or None
     rows: jax.Array | None = None  # what `ap.adaptive` is told of later nodes, (slots, cells, 5), or None
@@ -63,6 +72,9 @@ def mixed(way: WayBack, folds: int, to_x: Streams, gathered: Gathered) -> tuple[
 
 def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
     mixer, folds, visit, lanes = node.mixer, node.folds, memory.visit, len(to_x.own)
+    message, contribution = mixer.weights
+    if isinstance(message.rule, Numbered):
+        message = message._replace(rule=functools.partial(message.rule.rule, memory.number))
     own = pulled(memory, to_x.own, to_zeros)
     # Without a pathwise derivative both streams are answered alike.
     apart = [e for e, estimator in enumerate(mixer.estimators) if folds > 1 and estimator.pathwise is not None]
@@ -84,9 +96,9 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
             if not back.of_shared:
                 for_contribution = for_message
         else:
-            for_message = for_contribution = weigh(node.what, mixer.weights.message, features, suffix)
-            if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
-                for_contribution = weigh(node.what, mixer.weights.contribution, features, suffix)
+            for_message = for_contribution = weigh(node.what, message, features, suffix)
+            if back.of_shared and contribution is not None and contribution != message:
+                for_contribution = weigh(node.what, contribution, features, suffix)
         if visit is not None and rows is not None:
             gathered_here = jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0]
             row = moments.row(features[0], gathered_here, cell, rows.shape[1])

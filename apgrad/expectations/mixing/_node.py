@@ -5,9 +5,8 @@ costs; this file, which draws one sample and keeps each estimator's pullback; `_
 the messages of both streams; `_backward.py`, the backward pass; and `_features.py`, what weights look at.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +27,6 @@ from apgrad.expectations.mixing._features import NodeMemory, TracedNode, suffix_
 from apgrad.expectations.weights import Weighting, Weights, decoupled
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
-
-
-class Numbered(NamedTuple):
-    """A rule of the message that is given the node's number in the order of the program, an int32 scalar, first."""
-
-    rule: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-    def __call__(self, gradients: jax.Array, suffix: jax.Array) -> jax.Array:
-        raise ValueError("this node weighs each coordinate by itself: use ap.stochastic with target='arguments'")
 
 
 def draw_by_mixer(
@@ -72,8 +62,8 @@ def draw_by_mixer(
     # The functions of the node hold what they need of the tape: the program is traced twice, each time with another.
     traced = TracedNode(mixer, what, build, tape._plan.folds)
     tape, visit = channels.visit(tape, what)
-    rule, number = mixer.weights.message.rule, None
-    if isinstance(rule, Numbered):
+    number = None
+    if isinstance(mixer.weights.message.rule, ways.Numbered):
         number = channels.request(tape, NUMBER, what)
         tape = channels.put(tape, NUMBER, None if number is None else number + 1, what)
 
@@ -90,11 +80,7 @@ def draw_by_mixer(
         shared = lane = None
         if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
             streams = both_streams(to_x, traced.folds)
-            here = traced
-            if isinstance(rule, Numbered) and at_arguments:
-                message = mixer.weights.message._replace(rule=functools.partial(rule.rule, memory.number))
-                here = traced._replace(mixer=mixer._replace(weights=mixer.weights._replace(message=message)))
-            way = (ways.by_arguments if at_arguments else ways.by_coordinates)(here, memory, streams, to_zeros)
+            way = (ways.by_arguments if at_arguments else ways.by_coordinates)(traced, memory, streams, to_zeros)
             shared, both, gathered = ways.mixed(way, traced.folds, streams, gathered)
             lane = at_hand(both, traced.folds)
         return shared, lane, None, None, None, None, gathered
