@@ -49,9 +49,10 @@ def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
     ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 20_000)
 
 
-def test_by_hand(x64):
-    # Two nodes, six lanes, the published weight, in numpy: own stream and output stream.
-    lanes, half, theta, scale = 6, 3, 0.7, 0.5
+@pytest.mark.parametrize("folds", [1, 2])
+def test_by_hand(folds, x64):
+    # Two nodes, six lanes, the published weight, in numpy: own stream and output stream, the same with one fold.
+    lanes, theta, scale = 6, 0.7, 0.5
 
     @ap.stochastic(PUBLISHED)
     def node(theta, x):
@@ -64,17 +65,17 @@ def test_by_hand(x64):
         tape, z = node(tape, theta, y)
         return tape.cost(z**3), (y, z)
 
-    objective = ap.expectation(program, lanes, cross_fit=True, has_aux=True)
+    objective = ap.expectation(program, lanes, cross_fit=folds > 1, has_aux=True)
     differentiated = jax.jit(jax.value_and_grad(objective, argnums=(1, 2), has_aux=True))
     (value, (y, z)), (to_theta, to_x) = differentiated(KEY, theta, start)
     y, z, x = (np.asarray(v) for v in (y, z, start))
     cost = z**3
     np.testing.assert_allclose(value, cost.mean(), rtol=1e-12)
-    by_fold = cost.reshape(2, half)
-    centred = (by_fold - (by_fold.sum(1, keepdims=True) - by_fold) / (half - 1)).reshape(lanes)
+    by_fold = cost.reshape(folds, -1)
+    centred = (by_fold - (by_fold.sum(1, keepdims=True) - by_fold) / (lanes // folds - 1)).reshape(lanes)
 
     def weights(rp, lr):
-        v_rp, v_lr = (np.var(v.reshape(2, half), axis=1) for v in (rp, lr))
+        v_rp, v_lr = (np.var(v.reshape(folds, -1), axis=1) for v in (rp, lr))
         return v_rp / (v_rp + v_lr)
 
     total, own, out = 0.0, 3 * z**2, 3 * z**2
@@ -82,7 +83,7 @@ def test_by_hand(x64):
         slope = np.cos(theta * given)
         lr = centred * (sample - np.sin(theta * given)) / scale**2
         k = weights(own * slope * given, lr * slope * given)
-        k_own, k_out = np.repeat(k, half), np.repeat(k[::-1], half)
+        k_own, k_out = np.repeat(k, lanes // folds), np.repeat(k[::-1], lanes // folds)
         total += np.mean((k_out * lr + (1 - k_out) * out) * slope * given)
         own, out = ((k * lr + (1 - k) * m) * slope * theta for k, m in ((k_own, own), (k_out, out)))
     np.testing.assert_allclose(to_theta, total, rtol=1e-10)

@@ -14,41 +14,6 @@ from tests.refusals import refused
 KEY = jax.random.key(0)
 
 
-def by_proppo(rp, lr, axis=None):
-    """Proppo's mixture of the answers of reparameterization and likelihood ratio, and the weight of the latter."""
-    k = np.var(rp, axis) / (np.var(rp, axis) + np.var(lr, axis))
-    return k * lr + (1 - k) * rp, k
-
-
-def less_others(cost):
-    return cost - (cost.sum() - cost) / (len(cost) - 1)
-
-
-def differentiated(program, *args):
-    """What the program gave as aux, and its gradients."""
-    argnums = tuple(range(1, 1 + len(args)))
-    objective = ap.expectation(program, 6, has_aux=True)
-    (_, y), gradients = jax.jit(jax.value_and_grad(objective, argnums=argnums, has_aux=True))(KEY, *args)
-    return np.asarray(y), *gradients
-
-
-def test_one_node_by_hand(x64):
-    # Proppo's formula in numpy, from the numbers that the node drew.
-    theta, x = 0.7, np.linspace(0.5, 1.5, 6)
-    node = ap.stochastic(PUBLISHED)(lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.5))
-
-    def program(tape, theta, x):
-        tape, y = node(tape, theta, x)
-        return tape.cost(y**3), y
-
-    y, to_theta, to_x = differentiated(program, theta, jnp.asarray(x))
-    mean, slope = np.sin(theta * x), np.cos(theta * x)
-    rp, lr = 3 * y**2, less_others(y**3) * (y - mean) / 0.25
-    mixed, k = by_proppo(rp * slope * x, lr * slope * x)
-    np.testing.assert_allclose(to_theta, np.mean(mixed), rtol=1e-10)
-    np.testing.assert_allclose(to_x, (k * lr + (1 - k) * rp) * slope * theta / 6, rtol=1e-10)
-
-
 @pytest.mark.parametrize("weights", [WEIGHTS["suffix"], WEIGHTS["decoupled"]], ids=["suffix", "decoupled"])
 def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
     # Under a sum, one after the other or mapped: what later nodes gathered is each copy's, with parameters mapped too.
@@ -73,33 +38,24 @@ def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
         np.testing.assert_allclose(mapped, looped, rtol=1e-10)
 
 
-def test_the_target_of_sample_is_the_parameters_that_vary_by_lane(x64):
-    loc = np.linspace(-1.0, 1.0, 6)
+def test_sample_weighs_each_coordinate_by_itself_and_all_for_what_lanes_share(x64):
+    # Proppo's formula in numpy, from the numbers that were drawn.
+    loc = np.linspace(-1.0, 1.0, 12).reshape(6, 2)
 
     def program(tape, loc, scale):
         tape, y = ap.sample(tape, dist.Normal(loc, scale), PUBLISHED)
-        return tape.cost(jnp.sin(y) + y**2), y
-
-    y, to_loc, to_scale = differentiated(program, jnp.asarray(loc), jnp.array(0.5))
-    z, centred = (y - loc) / 0.5, less_others(np.sin(y) + y**2)
-    rp = np.cos(y) + 2 * y
-    mixed, k = by_proppo(rp, centred * z / 0.5)
-    np.testing.assert_allclose(to_loc * 6, mixed, rtol=1e-10)
-    np.testing.assert_allclose(to_scale, np.mean(k * centred * (z**2 - 1) / 0.5 + (1 - k) * rp * z), rtol=1e-10)
-
-
-def test_sample_weighs_each_coordinate_by_itself(x64):
-    loc = np.linspace(-1.0, 1.0, 12).reshape(6, 2)
-
-    def program(tape, loc):
-        tape, y = ap.sample(tape, dist.Normal(loc, 0.5), PUBLISHED)
         return tape.cost(jnp.sin(y[:, 0]) + y[:, 1] ** 2), y
 
-    y, to_loc = differentiated(program, jnp.asarray(loc))
-    centred = less_others(np.sin(y[:, 0]) + y[:, 1] ** 2)
-    rp = np.stack([np.cos(y[:, 0]), 2 * y[:, 1]], axis=1)
-    mixed, _ = by_proppo(rp, centred[:, None] * (y - loc) / 0.25, axis=0)
-    np.testing.assert_allclose(to_loc * 6, mixed, rtol=1e-10)
+    gradient = jax.jit(jax.grad(ap.expectation(program, 6, has_aux=True), argnums=(1, 2), has_aux=True))
+    (to_loc, to_scale), y = gradient(KEY, jnp.asarray(loc), jnp.array(0.5))
+    z, cost = (np.asarray(y) - loc) / 0.5, np.sin(y[:, :1]) + y[:, 1:] ** 2
+    centred = cost - (cost.sum() - cost) / 5
+    rp, lr = np.concatenate([np.cos(y[:, :1]), 2 * y[:, 1:]], axis=1), centred * z / 0.5
+    v_rp, v_lr = np.var(rp, axis=0), np.var(lr, axis=0)
+    k, whole = v_rp / (v_rp + v_lr), v_rp.sum() / (v_rp + v_lr).sum()
+    np.testing.assert_allclose(to_loc * 6, k * lr + (1 - k) * rp, rtol=1e-10)
+    mixed = whole * centred * (z**2 - 1) / 0.5 + (1 - whole) * rp * z
+    np.testing.assert_allclose(to_scale, np.mean(mixed.sum(1)), rtol=1e-10)
 
 
 @pytest.mark.parametrize("by_sample", [True, pytest.param(False, marks=pytest.mark.long)])
