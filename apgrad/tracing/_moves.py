@@ -4,7 +4,6 @@ A message goes back by the transposed move: an input element that went to severa
 messages, one that went nowhere the semiring's zero.
 """
 
-import functools
 import math
 
 import jax
@@ -47,11 +46,23 @@ def _to_one_place(equation: Equation) -> Pull:
 
 
 def _broadcast(equation: Equation) -> Pull:
-    semiring, kept = equation.semiring, equation.params["broadcast_dimensions"]
-    shape, wide = jnp.shape(equation.inputs[0]), equation.params["shape"]
+    shape, kept, wide = jnp.shape(equation.inputs[0]), equation.params["broadcast_dimensions"], equation.params["shape"]
     grown = {d for n, d in zip(shape, kept, strict=True) if n == 1 and wide[d] != 1}
-    axes = tuple(i for i in range(len(wide)) if i not in kept or i in grown)
-    return Partial(lambda messages: [jax.tree.map(lambda x: x.reshape(shape), plus_over(semiring, messages[0], axes))])
+    return _copied(equation, wide, tuple(i for i in range(len(wide)) if i not in kept or i in grown))
+
+
+def _tile(equation: Equation) -> Pull:
+    shape, reps = jnp.shape(equation.inputs[0]), equation.params["reps"]
+    sizes = (1,) * (len(reps) - len(shape)) + shape
+    wide = tuple(n for pair in zip(reps, sizes, strict=True) for n in pair)
+    return _copied(equation, wide, tuple(range(0, len(wide), 2)))
+
+
+def _copied(equation: Equation, wide: tuple[int, ...], axes: tuple[int, ...]) -> Pull:
+    """The pull of a move that copies its input along some axes of an output that, reshaped, has the shape `wide`."""
+    reshaped = lambda value, shape: jax.tree.map(lambda x: x.reshape(shape), value)
+    semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
+    return Partial(lambda messages: [reshaped(plus_over(semiring, reshaped(messages[0], wide), axes), shape)])
 
 
 def _identity(equation: Equation) -> Pull:
@@ -99,23 +110,9 @@ def _gather(equation: Equation) -> Pull:
     return Partial(pull, equation.inputs[1])
 
 
-def _scatter(equation: Equation) -> Pull:
-    """Scatter and scatter-sub, with inputs (operand, indices, updates), are written with scatter-add, a move."""
+def _scatter_sub(equation: Equation) -> Pull:
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
-    write, subtracts = equation.call, equation.name == "scatter-sub"
-    require_countable(equation, math.prod(jnp.shape(equation.inputs[2])))
-
-    def parts(x, indices, updates):
-        add = lambda x, updates: lax.scatter_add(x, indices, updates, numbers, mode=mode)
-        if subtracts:
-            return [add(x, -updates)]
-        # Of several updates at one place the last one counts; each place gets its number, or 0 if none is written.
-        own = jnp.arange(1, updates.size + 1, dtype=jnp.int32).reshape(updates.shape)
-        (last,) = write(jnp.zeros(x.shape, jnp.int32), indices, own)
-        (seen,) = jax.linear_transpose(functools.partial(add, jnp.zeros_like(last)), own)(last)
-        return [add(jnp.where(last == 0, x, 0), jnp.where(seen == own, updates, 0))]
-
-    return equation.in_parts(parts)
+    return equation.in_parts(lambda x, indices, updates: [lax.scatter_add(x, indices, -updates, numbers, mode=mode)])
 
 
 _TO_ONE_PLACE = """concatenate dynamic_update_slice expand_dims reduce_sum reshape rev scatter-add select_n slice
@@ -128,6 +125,6 @@ MOVE_RULES: dict[str, EdgeRule] = {
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "pad": _pad,
-    "scatter": _scatter,
-    "scatter-sub": _scatter,
+    "scatter-sub": _scatter_sub,
+    "tile": _tile,
 }

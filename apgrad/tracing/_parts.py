@@ -2,7 +2,7 @@
 
 The parts are walked for the way back only. Their edges are the primitive's, since at most one path leads through them
 from an input to an output element. A window's taps are slices of the padded input: so a convolution is a sum over taps
-k of products w_k . x[k :: stride], a maximum a choice of slices. Cumulative operations are scans, sorting a gather.
+k of products w_k . x[k :: stride], a maximum a choice of slices. Other parts are those of JAX's own derivative.
 """
 
 import functools
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
+from apgrad._programs.jaxprs import is_inexact, restrict
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._products import dense
 from apgrad.tracing._sums import bilinear, dtype_of
@@ -59,39 +60,20 @@ def _ragged(equation: Equation) -> Pull:
     return equation.in_parts(parts)
 
 
-def _cumulative(equation: Equation) -> Pull:
-    combine, axis, reverse = _CUMULATIVE[equation.name], equation.params["axis"], equation.params["reverse"]
-    return equation.in_parts(lambda x: [lax.associative_scan(combine, x, axis=axis, reverse=reverse)])
+def _cumsum(equation: Equation) -> Pull:
+    axis, reverse = equation.params["axis"], equation.params["reverse"]
+    return equation.in_parts(lambda x: [lax.associative_scan(jnp.add, x, axis=axis, reverse=reverse)])
 
 
-def _sort(equation: Equation) -> Pull:
-    axis, keys = equation.params["dimension"], equation.params["num_keys"]
+def _by_derivative(equation: Equation) -> Pull:
+    """By the program of JAX's own derivative: a gather of what sorting moves, a scan, a `scatter-add` of what counts."""
+    changes = {"unique_indices": False} if equation.name == "scatter" else {}  # or it would be a scatter again
 
-    def parts(*operands):
-        numbers = lax.broadcasted_iota(jnp.int32, operands[0].shape, axis)
-        *_, order = lax.sort((*operands, numbers), dimension=axis, is_stable=True, num_keys=keys)
-        return [jnp.take_along_axis(x, order, axis) for x in operands]
-
-    return equation.in_parts(parts)
-
-
-def _top_k(equation: Equation) -> Pull:
-
-    def parts(x):
-        _, index = equation.call(x)
-        return [jnp.take_along_axis(x, index, equation.params.get("axis", x.ndim - 1)), index]
-
-    return equation.in_parts(parts)
-
-
-def _tile(equation: Equation) -> Pull:
-    reps = equation.params["reps"]
-
-    def parts(x):
-        x = x.reshape((1,) * (len(reps) - x.ndim) + x.shape)
-        sizes = [n for pair in zip(reps, x.shape, strict=True) for n in pair]
-        copies = lax.broadcast_in_dim(x, sizes, range(1, 2 * x.ndim, 2))
-        return [copies.reshape([n * m for n, m in zip(reps, x.shape, strict=True)])]
+    def parts(*inputs):
+        chosen = [i for i, active in enumerate(equation.active) if active]
+        function, values = restrict(functools.partial(equation.call, **changes), inputs, chosen)
+        outputs, tangents = jax.jvp(function, lax.stop_gradient(values), values)
+        return [t if is_inexact(y) else y for y, t in zip(outputs, tangents, strict=True)]
 
     return equation.in_parts(parts)
 
@@ -160,19 +142,9 @@ def _taps(x, first, size, strides, dilation, shape):
         yield (lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))), index)
 
 
-_CUMULATIVE = {
-    "cumsum": jnp.add,
-    "cumprod": jnp.multiply,
-    "cummax": jnp.maximum,
-    "cummin": jnp.minimum,
-    "cumlogsumexp": jnp.logaddexp,
-}
-
 PART_RULES: dict[str, EdgeRule] = {
-    **dict.fromkeys(_CUMULATIVE, _cumulative),
-    "sort": _sort,
-    "tile": _tile,
-    "top_k": _top_k,
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "scatter", "sort", "top_k"), _by_derivative),
+    "cumsum": _cumsum,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),

@@ -81,6 +81,7 @@ FAMILIES = {
         "gather, a window that is promised": (promised, (r(3),)),
         "scatter-add, promised": (lambda x, u: x.at[jnp.array([0, 9])].add(u, mode="promise_in_bounds"), (r(3), r(2))),
         "scatter": (lambda x, u: x.at[jnp.array([0, 2, 0])].set(u), (r(4, 2), r(3, 2))),
+        "scatter, promised": (lambda x, u: x.at[jnp.array([0, 2])].set(u, unique_indices=True), (r(4), r(2))),
         "scatter-add": (lambda x, u: x.at[jnp.array([0, 2, 0, 9])].add(u, mode="drop"), (r(4, 2), r(4, 2))),
         "scatter-sub": (lambda x, u: x.at[jnp.array([0, 2, 0])].subtract(u), (r(4), r(3))),
         "sort": (lambda x: lax.sort(x, dimension=0), (r(4, 2),)),
