@@ -21,7 +21,8 @@ from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad._programs.linearity import LINEAR, ZERO, linearity
-from apgrad.tracing._interpreter import Context, Walked, filled, walk
+from apgrad.tracing._interpreter import Context, Walked, walk
+from apgrad.tracing._sums import filled, structs
 
 KEPT = 64
 
@@ -42,7 +43,7 @@ def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[b
 
 def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     semiring, outputs = context.semiring, jaxprs.caller(eqn)(*inputs)
-    like, wanted = _structs(outputs), active[1:]
+    like, wanted = structs(outputs), active[1:]
 
     def pull(memory, messages):
         (index, *operands), branches = memory
@@ -82,8 +83,8 @@ def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
     # Only what is used: an xs that no pull remembers need not be alive.
     there = {"kept": kept, "outer": dict(enumerate(outer)), "xs": dict(enumerate(xs))}
     memory = {kind: {i: v for i, v in arrays.items() if (kind, i) in places} for kind, arrays in there.items()}
-    like, outer_like = _structs(outputs), _structs(outer)
-    xs_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in _structs(xs)]
+    like, outer_like = structs(outputs), structs(outer)
+    xs_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in structs(xs)]
     outer_flags, carry_flags, xs_flags = flags[:fixed], flags[fixed : fixed + carried], flags[fixed + carried :]
 
     def pull(memory, messages):
@@ -139,7 +140,7 @@ def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tu
         return jaxprs.evaluate(test, [*test_outer, *state[1]])[0]
 
     count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(body, outer, s[1])), (jnp.int32(0), carry))
-    like, outer_like, heads = _structs(final), _structs(outer), [None] * first
+    like, outer_like, heads = structs(final), structs(outer), [None] * first
 
     def pull(memory, messages):
         count, carry, outer, body = memory
@@ -226,10 +227,6 @@ def _require_linear(pullback: Callable[..., Any], outputs: Sequence[Any], where:
             raise TypeError(message.format("or cannot be seen to be: JAX cannot transpose it")) from error
 
     return tangent_map
-
-
-def _structs(values):
-    return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in values]
 
 
 def _add(semiring, messages, totals):

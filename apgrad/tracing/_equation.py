@@ -59,9 +59,3 @@ def transposed_mode(name: str, params: Any) -> dict[str, Any]:
         return {}
     dropped = {"mode": GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
     return dropped if name == "gather" else {"mode": GatherScatterMode.CLIP}
-
-
-def require_countable(equation: Equation, size: int) -> int:
-    if size >= 2**31:
-        raise ValueError(f"{equation.name} on an array of {size:,} elements: tracing numbers them in 32 bits")
-    return size

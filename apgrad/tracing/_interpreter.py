@@ -18,7 +18,6 @@ from apgrad.tracing._equation import Equation, Pull
 from apgrad.tracing._products import dense
 from apgrad.tracing._rules import RULES
 from apgrad.tracing._semirings import Semiring, Value
-from apgrad.tracing._sums import zeros
 
 
 class Context(NamedTuple):
@@ -148,16 +147,3 @@ def backward(
         for atom, message in zip(reversed(eqn.invars), reversed(pull(arrived)), strict=True):
             add(atom, message)
     return found
-
-
-def filled(
-    semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any], wanted: Sequence[bool] | None = None
-) -> list[Value | None]:
-    """The messages to some arrays, with zeros where a floating-point array that wants one has None."""
-
-    def fill(message, x, wanted):
-        if not (wanted and jaxprs.is_inexact(x)):
-            return None
-        return zeros(semiring, jnp.shape(x), jnp.result_type(x)) if message is None else message
-
-    return [fill(*row) for row in zip(messages, like, wanted or [True] * len(like), strict=True)]

@@ -13,20 +13,18 @@ from jax.tree_util import Partial
 
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.kinds import IDENTITY
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, require_countable, transposed_mode
-from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, transposed_mode
+from apgrad.tracing._sums import dtype_of, filled, plus_by_index, plus_over_copies, structs, zeros
 
 
 def _to_one_place(equation: Equation) -> Pull:
     """Moves by which an input element goes to at most one place: JAX's transpose, of each component of the messages."""
     semiring, call = equation.semiring, equation.call
     chosen = [i for i, active in enumerate(equation.active) if active]
-    shapes, forms = [jnp.shape(x) for x in equation.inputs], [(jnp.shape(y), y.dtype) for y in equation.outputs]
+    shapes, like = [jnp.shape(x) for x in equation.inputs], structs(equation.outputs)
     indices = [None if is_inexact(x) else x for x in equation.inputs]
 
     def pull(indices, messages):
-        full = [zeros(semiring, *form) if m is None else m for m, form in zip(messages, forms, strict=True)]
-
         def back(arrived):
             dtype = arrived[0].dtype
             values = [jnp.zeros(s, dtype) if x is None else x for s, x in zip(shapes, indices, strict=True)]
@@ -34,7 +32,7 @@ def _to_one_place(equation: Equation) -> Pull:
             return jax.linear_transpose(moved, *(jax.ShapeDtypeStruct(shapes[i], dtype) for i in chosen))(arrived)
 
         found = []
-        for *arrived, zero in zip(*full, semiring.zero, strict=True):
+        for *arrived, zero in zip(*filled(semiring, messages, like), semiring.zero, strict=True):
             sent = back(arrived)
             if zero != 0:
                 reached = back([jnp.ones_like(x) for x in arrived])
@@ -46,23 +44,17 @@ def _to_one_place(equation: Equation) -> Pull:
 
 
 def _broadcast(equation: Equation) -> Pull:
-    shape, kept, wide = jnp.shape(equation.inputs[0]), equation.params["broadcast_dimensions"], equation.params["shape"]
-    grown = {d for n, d in zip(shape, kept, strict=True) if n == 1 and wide[d] != 1}
-    return _copied(equation, wide, tuple(i for i in range(len(wide)) if i not in kept or i in grown))
+    semiring, shape, wide = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["shape"]
+    narrow = place(shape, equation.params["broadcast_dimensions"], [1] * len(wide))
+    return Partial(lambda messages: [plus_over_copies(semiring, messages[0], wide, narrow, shape)])
 
 
 def _tile(equation: Equation) -> Pull:
-    shape, reps = jnp.shape(equation.inputs[0]), equation.params["reps"]
+    """tile: the copies along each axis come before what is copied, as if they were axes of their own."""
+    semiring, shape, reps = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["reps"]
     sizes = (1,) * (len(reps) - len(shape)) + shape
-    wide = tuple(n for pair in zip(reps, sizes, strict=True) for n in pair)
-    return _copied(equation, wide, tuple(range(0, len(wide), 2)))
-
-
-def _copied(equation: Equation, wide: tuple[int, ...], axes: tuple[int, ...]) -> Pull:
-    """The pull of a move that copies its input along some axes of an output that, reshaped, has the shape `wide`."""
-    reshaped = lambda value, shape: jax.tree.map(lambda x: x.reshape(shape), value)
-    semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
-    return Partial(lambda messages: [reshaped(plus_over(semiring, reshaped(messages[0], wide), axes), shape)])
+    wide, narrow = ([n for pair in zip(copies, sizes, strict=True) for n in pair] for copies in (reps, [1] * len(reps)))
+    return Partial(lambda messages: [plus_over_copies(semiring, messages[0], wide, narrow, shape)])
 
 
 def _identity(equation: Equation) -> Pull:
@@ -99,7 +91,8 @@ def _dynamic_slice(equation: Equation) -> Pull:
 def _gather(equation: Equation) -> Pull:
     """gather: gathering the numbers of the operand's elements tells which element each output element is."""
     semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
-    size = require_countable(equation, math.prod(shape))
+    if (size := math.prod(shape)) >= 2**31:
+        raise ValueError(f"gather from an array of {size:,} elements: tracing numbers them in 32 bits")
     changes = transposed_mode(equation.name, equation.params) | {"fill_value": -1}
 
     def pull(indices, messages):

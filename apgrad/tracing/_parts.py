@@ -19,7 +19,7 @@ from jax.tree_util import Partial
 from apgrad._programs.jaxprs import is_inexact, restrict
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._products import dense
-from apgrad.tracing._sums import bilinear, dtype_of
+from apgrad.tracing._sums import bilinear, dtype_of, structs
 
 MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
 
@@ -66,12 +66,12 @@ def _cumsum(equation: Equation) -> Pull:
 
 
 def _by_derivative(equation: Equation) -> Pull:
-    """By the program of JAX's own derivative: a gather of what sorting moves, a scan, a `scatter-add` of what counts."""
+    """By the program of JAX's own derivative: a gather where elements are sorted, a scan, or a `scatter-add`."""
     changes = {"unique_indices": False} if equation.name == "scatter" else {}  # or it would be a scatter again
+    call, chosen = functools.partial(equation.call, **changes), [i for i, a in enumerate(equation.active) if a]
 
     def parts(*inputs):
-        chosen = [i for i, active in enumerate(equation.active) if active]
-        function, values = restrict(functools.partial(equation.call, **changes), inputs, chosen)
+        function, values = restrict(call, inputs, chosen)
         outputs, tangents = jax.jvp(function, lax.stop_gradient(values), values)
         return [t if is_inexact(y) else y for y, t in zip(outputs, tangents, strict=True)]
 
@@ -81,7 +81,7 @@ def _by_derivative(equation: Equation) -> Pull:
 def _bilinear(equation: Equation) -> Pull:
     """Where plus is addition: JAX's own transposes, component by component."""
     semiring, active, call = equation.semiring, equation.active, equation.call
-    forms = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in equation.inputs]
+    forms = structs(equation.inputs)
 
     def pull(inputs, messages):
         def answer(side):

@@ -23,9 +23,9 @@ from apgrad._ground.messages import Static, form_of
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
 from apgrad.tracing._equation import transposed_mode
-from apgrad.tracing._interpreter import Context, backward, filled, forward, walk
+from apgrad.tracing._interpreter import Context, backward, forward, walk
 from apgrad.tracing._semirings import LOG, Semiring, top_k
-from apgrad.tracing._sums import dtype_of
+from apgrad.tracing._sums import dtype_of, filled
 
 
 class PathStep(NamedTuple):

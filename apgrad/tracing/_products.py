@@ -12,7 +12,7 @@ from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import is_inexact, place, restrict
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._semirings import Value
-from apgrad.tracing._sums import contract, zeros
+from apgrad.tracing._sums import contract, filled, structs
 
 LIMIT = 2**24  # the most elements that a dense Jacobian may have
 
@@ -66,19 +66,14 @@ class _Factor:
 def dense(equation: Equation) -> Pull:
     """The pull of any primitive: where messages are cotangents `jax.vjp`, else its whole Jacobian, with a warning."""
     semiring, chosen = equation.semiring, [i for i, a in enumerate(equation.active) if a]
-    shapes, real = [jnp.shape(x) for x in equation.inputs], [is_inexact(y) for y in equation.outputs]
+    shapes, like = [jnp.shape(x) for x in equation.inputs], structs(equation.outputs)
     with_messages = lambda *inputs: [y for y in equation.call(*inputs) if is_inexact(y)]
     function, values = restrict(with_messages, equation.inputs, chosen)
     outputs, pullback = jax.vjp(function, *values)
-    forms = [(jnp.shape(y), y.dtype) for y in outputs]
-
-    def fill(messages):
-        wanted = [m for m, r in zip(messages, real, strict=True) if r]
-        return [zeros(semiring, *f) if m is None else m for m, f in zip(wanted, forms, strict=True)]
-
+    arrived = lambda messages: [m for m in filled(semiring, messages, like) if m is not None]
     answer = lambda found: place(found, chosen, [None] * len(shapes))
     if semiring.kind == "gradient":
-        return Partial(lambda pb, messages: answer([(g,) for g in pb([m[0] for m in fill(messages)])]), pullback)
+        return Partial(lambda pb, messages: answer([(g,) for g in pb([g for (g,) in arrived(messages)])]), pullback)
     rows = sum(y.size for y in outputs)
     elements = rows * sum(math.prod(shapes[i]) for i in chosen)
     lacks = f"tracing has no rule for the primitive {equation.name!r}"
@@ -99,7 +94,7 @@ def dense(equation: Equation) -> Pull:
 
     def pull(jacobians, messages):
         total: list[Value | None] = [None] * len(chosen)
-        for rows, message in zip(jacobians, fill(messages), strict=True):
+        for rows, message in zip(jacobians, arrived(messages), strict=True):
             column = jax.tree.map(lambda x: x.reshape(1, -1, 1), message)
             for n, jacobian in enumerate(rows):
                 found = contract(semiring, jacobian.reshape(1, jacobian.shape[0], -1), column)

@@ -22,7 +22,7 @@ from apgrad.tracing._equation import EdgeRule, Equation, Pull, derivatives, edge
 from apgrad.tracing._moves import MOVE_RULES
 from apgrad.tracing._parts import PART_RULES
 from apgrad.tracing._products import PRODUCT_RULES
-from apgrad.tracing._sums import plus_over
+from apgrad.tracing._sums import plus_over_copies
 
 
 def _elementwise(equation: Equation) -> Pull:
@@ -41,7 +41,7 @@ def _elementwise(equation: Equation) -> Pull:
     def pull(weights, messages):
         def back(i):
             message = edge(semiring, weights[i] if fixed[i] is None else fixed[i], messages[0], dtypes[i])
-            return _unbroadcast(semiring, message, shape, shapes[i])
+            return plus_over_copies(semiring, message, shape, shapes[i] or (1,) * len(shape), shapes[i])
 
         return [back(i) if a else None for i, a in enumerate(active)]
 
@@ -57,13 +57,6 @@ def _reduction(equation: Equation) -> Pull:
         return [edge(semiring, weight, message, dtype)]
 
     return Partial(pull, derivatives(equation)[0])
-
-
-def _unbroadcast(semiring, message, wide, shape):
-    if wide == shape:
-        return message
-    axes = tuple(range(len(wide))) if not shape else tuple(i for i, n in enumerate(shape) if n == 1 != wide[i])
-    return jax.tree.map(lambda x: x.reshape(shape), plus_over(semiring, message, axes))
 
 
 FIXED_WEIGHTS = {

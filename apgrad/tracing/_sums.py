@@ -3,12 +3,14 @@
 import functools
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.tracing._semirings import LOG, Semiring, Value
 
 CHUNK = 16  # maxima taken at once: fewer, and memory traffic costs more (2 to 8: the compiler makes no vectors of them)
@@ -27,6 +29,23 @@ def form(scalar: float | int, dtype: Any) -> Any:
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
     return constant(semiring.zero, shape, dtype)
+
+
+def structs(values: Iterable[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in values]
+
+
+def filled(
+    semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any], wanted: Sequence[bool] | None = None
+) -> list[Any]:
+    """The messages to some arrays, with zeros where a floating-point array that wants one has None."""
+
+    def fill(message, x, wanted):
+        if not (wanted and is_inexact(x)):
+            return None
+        return zeros(semiring, jnp.shape(x), jnp.result_type(x)) if message is None else message
+
+    return [fill(*row) for row in zip(messages, like, wanted or [True] * len(like), strict=True)]
 
 
 def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
@@ -49,6 +68,13 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
         added = tuple(jnp.sum(x, axis=0) for x in value[: semiring.compared])
         return *added, *(jnp.take_along_axis(x, place, axis=0)[0] for x in value[semiring.compared :])
     return _fold(semiring, value)
+
+
+def plus_over_copies(semiring: Semiring, value: Value, wide: Any, narrow: Any, shape: Any) -> Value:
+    """The messages to an array of a shape, which was reshaped to `narrow`, broadcast to `wide` and reshaped again."""
+    axes = tuple(i for i, n in enumerate(narrow) if n == 1 != wide[i])
+    value = plus_over(semiring, tuple(x.reshape(wide) for x in value), axes)
+    return tuple(x.reshape(shape) for x in value)
 
 
 def _fold(semiring: Semiring, value: Value) -> Value:
