@@ -57,42 +57,30 @@ def equation(function, kind):
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-class TestEveryKind:
-    def test_is_seen(self, kind):
-        function, counts = PROGRAMS[kind]
-        _, eqn = equation(function, kind)
+def test_every_kind_is_seen_and_rebuilt(kind):
+    function, counts = PROGRAMS[kind]
+    program, eqn = equation(function, kind)
+    inside = jaxprs.nested(eqn)
+    assert inside.counts == counts
+    assert all(len(program.consts) == len(program.jaxpr.constvars) for program in inside.jaxprs)
+    assert (inside.length, inside.reverse) == ((4, True) if kind == "scan" else (0, False))
+    seen = []
+
+    def apply(eqn, inputs):
         inside = jaxprs.nested(eqn)
-        assert inside.counts == counts
-        assert all(len(program.consts) == len(program.jaxpr.constvars) for program in inside.jaxprs)
-        assert (inside.length, inside.reverse) == ((4, True) if kind == "scan" else (0, False))
+        if inside is None or inside.kind == "custom":
+            return jaxprs.caller(eqn)(*inputs)
+        seen.append(inside.kind)
+        drop = 1 if inside.kind == "scan" else 0
+        functions = [lambda *values, p=p: jaxprs.evaluate(p, values[drop:], apply) for p in inside.jaxprs]
+        return jaxprs.rebuild(eqn, inside, functions, inputs)
 
-    def test_is_evaluated(self, kind):
-        function, _ = PROGRAMS[kind]
-        program, _ = jaxprs.trace(function, X)
-        chex.assert_trees_all_equal(jaxprs.evaluate(program, [X]), jax.tree.leaves(function(X)))
-
-    def test_is_rebuilt(self, kind):
-        function, _ = PROGRAMS[kind]
-        seen = []
-
-        def apply(eqn, inputs):
-            inside = jaxprs.nested(eqn)
-            if inside is None or inside.kind == "custom":
-                return jaxprs.caller(eqn)(*inputs)
-            seen.append(inside.kind)
-            drop = 1 if inside.kind == "scan" else 0
-            functions = [lambda *values, p=p: jaxprs.evaluate(p, values[drop:], apply) for p in inside.jaxprs]
-            return jaxprs.rebuild(eqn, inside, functions, inputs)
-
-        def rebuilt(x):
-            return jaxprs.evaluate(program, [x], apply)
-
-        program, _ = jaxprs.trace(function, X)
-        chex.assert_trees_all_close(jax.jit(rebuilt)(X), jax.tree.leaves(function(X)), rtol=1e-6)
-        assert seen[:1] == ([] if kind == "custom" else [kind])
-        if kind != "while":
-            total = lambda f: lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(f(x)))
-            chex.assert_trees_all_close(jax.grad(total(rebuilt))(X), jax.grad(total(function))(X), rtol=1e-5)
+    rebuilt = lambda x: jaxprs.evaluate(program, [x], apply)
+    chex.assert_trees_all_close(jax.jit(rebuilt)(X), jax.tree.leaves(function(X)), rtol=1e-6)
+    assert seen[:1] == ([] if kind == "custom" else [kind])
+    if kind != "while":
+        total = lambda f: lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(f(x)))
+        chex.assert_trees_all_close(jax.grad(total(rebuilt))(X), jax.grad(total(function))(X), rtol=1e-5)
 
 
 def test_the_steps_of_a_scan_are_numbered_as_they_run():
@@ -173,13 +161,6 @@ def test_a_loop_without_steps_hands_on_what_it_was_given():
     program, _ = jaxprs.trace(linear, X, X)
     assert linearity(program, [CONSTANT, LINEAR]) == [OTHER]
     assert linearity(program, [ZERO, LINEAR]) == [LINEAR]
-
-
-def test_restricted_functions_take_what_is_chosen():
-    function, values = jaxprs.restrict(lambda name, x, n, y: (name, x + n * y), ["a", X, 2, X], [3, 1])
-    name, value = function(2 * values[0], values[1])
-    assert name == "a"
-    chex.assert_trees_all_equal(value, X + 2 * 2 * X)
 
 
 def test_hoist_takes_out_every_traced_value():
