@@ -266,19 +266,9 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
 def refuse_nan(total: jax.Array, given: Any) -> jax.Array:
     """The same totals; the host raises an error if one is NaN, which says whether what was given was finite."""
     arrays = [x for x in jax.tree.leaves(given) if isinstance(x, float | np.ndarray | jax.Array)]
-    return _refuse_nan(total, [lax.stop_gradient(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
-
-
-@jax.custom_jvp
-def _refuse_nan(total, given):
-    return total + _nan_flag(jnp.isnan(total).any(), given).astype(total.dtype)
-
-
-@_refuse_nan.defjvp
-def _(primals, tangents):
-    (total, given), (total_dot, _) = primals, tangents
-    flag = _nan_flag(jnp.isnan(lax.stop_gradient(total)).any(), given).astype(total.dtype)
-    return _refuse_nan(total, given), total_dot * (1 + flag)
+    given = [lax.stop_gradient(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    # A product, so that derivatives of every order have the flag too, and cannot be had without the check.
+    return total * (1 + _nan_flag(jnp.isnan(total).any(), given).astype(total.dtype))
 
 
 @jax.custom_batching.custom_vmap
