@@ -16,16 +16,14 @@ from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._lanes import mean_of_others, standard_score
 
 
-def dice(costs: Any, zeros: jax.Array, baselines: Any = None, own: jax.Array | None = None) -> jax.Array:
-    """`c exp(z) + b (1 - exp(own))`: the costs c in value, whose derivatives are right in expectation to any order.
+def dice(costs: Any, zeros: jax.Array, baselines: Any = None) -> jax.Array:
+    """`c exp(z) + b (1 - exp(z))`: the costs c in value, whose derivatives are right in expectation to any order.
 
     z are zeros with the derivatives of the log-densities of c's choices (Foerster et al., 2018). Baselines b, held
-    constant, do not depend on the choices of `own` (by default z): E[b d^k exp(own)] = 0, k >= 1 (Mao et al., 2019).
+    constant, do not depend on these choices: E[b d^k exp(z)] = 0, k >= 1 (Mao et al., 2019).
     """
     if baselines is None:
         return costs * jnp.exp(zeros)
-    if own is not None:
-        return costs * jnp.exp(zeros) - baselines * jnp.expm1(own)
     return costs + (costs - baselines) * jnp.expm1(zeros)  # loses no digits where costs and baselines are near
 
 

@@ -324,8 +324,8 @@ def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
             own = own + zero
         if _learned(site):
             regression = regression - _summed_to(zero_with_gradient(site.baseline), shared, shape)
-    baseline = lax.stop_gradient(mean_of_others(cost.value, 1)) if others.ndim else None
-    return per_lane(dice(cost.value, others + own, baseline, others) + lax.stop_gradient(cost.value) * regression)
+    less = dice(0, others, lax.stop_gradient(mean_of_others(cost.value, 1))) if others.ndim else 0
+    return per_lane(dice(cost.value, others + own) + less + lax.stop_gradient(cost.value) * regression)
 
 
 def _own_baseline(site: _Site) -> jax.Array:
