@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.report.contents import CLAIMS, NOTES, QUESTIONS, TABLES
-from experiments.report.verdicts import Value, figure, verdict
+from experiments.report.verdicts import Value, figure, is_small, verdict
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -48,8 +48,7 @@ def age(results: dict[str, Any]) -> str:
 def setting(results: dict[str, Any]) -> str:
     """What a run is, as it recorded it."""
     recorded = results.get("setting") or "not recorded"
-    data = results.get("data")
-    return f"{recorded}; {data}" if recorded == "the paper preset" and "a subset" in str(data) else recorded
+    return f"{recorded}; {results['data']}" if recorded == "the paper preset" and is_small(results) else recorded
 
 
 def anchor(heading: str) -> str:

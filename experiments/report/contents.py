@@ -34,10 +34,9 @@ def claim(source: str, what: str, run: str, published: Any, reads: list[Any], op
     return Claim(source, what, run, value, ours, **(options or {}))
 
 
-def table(title: str, run: str, text: str, rows: str | None = None, **listed: Any) -> Table:
-    """An entry of `tables`: the name of its rows' function, or the columns of a line for each row of the results."""
-    of = getattr(table_rows, rows) if rows else functools.partial(table_rows.listed, **listed)
-    return Table(title, run, of, one_line(text))
+def table(title: str, run: str, text: str, rows: str = "listed", **options: Any) -> Table:
+    """An entry of `tables`: the name of its rows' function, and that one's options."""
+    return Table(title, run, functools.partial(getattr(table_rows, rows), **options), one_line(text))
 
 
 def one_line(text: str) -> str:

@@ -1,6 +1,7 @@
 """What of a run is held against what a paper says: functions of its results, named in `pages.toml`."""
 
 import statistics
+from typing import Any
 
 from experiments.report.verdicts import Results, Value, figure
 
@@ -15,8 +16,13 @@ def interval(results: Results, key: str) -> Value:
     return Value(results[key]["value"], (high - low) / 4)
 
 
+def rows_with(results: Results, **values: Any) -> list[dict[str, Any]]:
+    """The rows that have these values."""
+    return [row for row in results["rows"] if values.items() <= row.items()]
+
+
 def megabytes(results: Results, network: str, method: str) -> Value:
-    row = next(r for r in results["rows"] if (r["network"], r["method"]) == (network, method))
+    (row,) = rows_with(results, network=network, method=method)
     return Value(row["with_weights_MB"])
 
 
@@ -39,8 +45,8 @@ def loss_at_equal_memory(results: Results, *ordered: list[str]) -> tuple[str, bo
 def noise(results: Results, last: bool) -> tuple[str, bool]:
     """Squared errors over those of smaller batches of equal memory, in the last layer or in those before it."""
     config, final = results["config"], max(r["layer"] for r in results["rows"])
-    measured = (max(config["training_steps"]), config["batch"], last)
-    rows = [r for r in results["rows"] if (r["steps"], r["batch"], r["layer"] == final) == measured]
+    rows = rows_with(results, steps=max(config["training_steps"]), batch=config["batch"])
+    rows = [r for r in rows if (r["layer"] == final) == last]
     found = lambda name: [r["against_smaller_batch"] for r in rows if r["method"].split()[0] == name]
     ratios = {name: found(name) for name in ("same", "different", "stratified", "rounding")}
     words = ", ".join(f"{name} {min(each):.2f} to {max(each):.2f}" for name, each in ratios.items())
@@ -49,7 +55,7 @@ def noise(results: Results, last: bool) -> tuple[str, bool]:
 
 
 def pde_losses(results: Results) -> tuple[str, bool]:
-    losses = {r["fraction"]: r["final_losses"] for r in results["rows"] if r["iterations"] == 800}
+    losses = {r["fraction"]: r["final_losses"] for r in rows_with(results, iterations=800)}
     ratios = {f: [a / b for a, b in zip(ends, losses[1.0], strict=True)] for f, ends in losses.items() if f != 1.0}
     words = ", ".join(f"{f:g}: {min(each):.3f} to {max(each):.3f}" for f, each in ratios.items())
     starts = f"final loss over exact reverse mode's from {len(losses[1.0])} starts, by fraction"
@@ -58,7 +64,7 @@ def pde_losses(results: Results) -> tuple[str, bool]:
 
 def counted(results: Results, network: str) -> tuple[str, bool]:
     """The paper's count by hand, done again, beside its totals; a total is printed to .01."""
-    rows = [r for r in results["rows"] if r["network"] == network and r["paper_count_MB"]]
+    rows = [r for r in rows_with(results, network=network) if r["paper_count_MB"]]
     off = [r["paper_with_weights_MB"] - r["paper_count_MB"] for r in rows]
     words = f"the paper's totals minus ours are {min(off):+.3f} to {max(off):+.3f} MB at {len(off)} fractions"
     return words, max(map(abs, off)) < 0.01
@@ -97,7 +103,7 @@ def flat_phase(results: Results) -> tuple[str, bool]:
 
 
 def influence_balancing(results: Results) -> tuple[str, bool]:
-    rows = {r["method"]: r for r in results["rows"] if r["start"] == "influence balancing"}
+    rows = {r["method"]: r for r in rows_with(results, start="influence balancing")}
     begun, biased, unbiased = results["influence balancing"], rows["truncated, K = 1"], rows["PES, K = 1"]
     words = (
         f"loss {begun['loss at the start']:.2g} at first, {biased['loss']:.2g} by truncated reverse mode, "
@@ -183,7 +189,7 @@ def exponents(results: Results, graphs: str) -> tuple[str, bool]:
 
 def larger_batch(results: Results, last: bool) -> tuple[str, bool]:
     """A tenth of the entries for 600 examples, over all of them for 150: the squared errors' ratio."""
-    rows = [r for r in results["rows"] if r["steps"] == max(results["config"]["training_steps"])]
+    rows = rows_with(results, steps=max(results["config"]["training_steps"]))
     final = max(r["layer"] for r in rows)
     errors = {(r["method"], r["batch"], r["layer"]): r["squared_error"] for r in rows}
     layers = sorted({r["layer"] for r in rows if (r["layer"] == final) == last})
@@ -193,5 +199,5 @@ def larger_batch(results: Results, last: bool) -> tuple[str, bool]:
 
 
 def accuracy(results: Results, steps: int) -> Value:
-    row = next(r for r in results["rows"] if (r["method"], r["steps"]) == ("predictive coding", steps))
+    (row,) = rows_with(results, method="predictive coding", steps=steps)
     return Value(100 * row["test_accuracy"], 100 * row["test_accuracy_se"])

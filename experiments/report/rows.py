@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from experiments.report.readers import named
 from experiments.report.verdicts import Value, figure
 
 Rows = list[list[str]]
@@ -14,10 +15,6 @@ def _figure(row, name, factor=1, error=None):
     """The figure of a row with its standard error, each times a factor."""
     error = row[error or f"{name}_se"]
     return figure(Value(factor * row[name], None if error is None else factor * error))
-
-
-def _mean(found):
-    return figure(Value(found["mean"], found["standard_error"]))
 
 
 class _Shown:
@@ -122,19 +119,11 @@ def clipped_at_the_edge(results) -> Rows:
     return rows
 
 
-def rule_beside_adam(results) -> Rows:
-    return _rule_beside(results, {"Adam": "tuned Adam", "SGD": "tuned SGD"})
-
-
-def rule_beside_muon(results) -> Rows:
-    return _rule_beside(results, {"Muon": "tuned Muon", "momentum": "tuned SGD, momentum .9"})
-
-
-def _rule_beside(results, optimizers):
+def rule_beside(results, optimizers: dict[str, str]) -> Rows:
     methods = {"MPLP": "trained rule", **optimizers}
     rows = [["network", *methods.values()]]
     for setting in ("144-50-10", "144-50-50-10", "144-50-10, step", "784-100-10", "784-256-128-10", "digits 64-50-10"):
-        rows.append([setting, *(_mean(results[f"{setting}, {m}"]) for m in methods)])
+        rows.append([setting, *(figure(named(results, f"{setting}, {m}")) for m in methods)])
     return rows
 
 
@@ -252,8 +241,8 @@ def objectives(results) -> Rows:
     rows = [["objective", "weight of held-out data", "held-out images", "seeds", "accuracy, %", "minus published's"]]
     settings = {"published": (".3", "8"), "weight": (".7", "8"), "data": (".3", "64"), "held-out": (".7", "64")}
     for name, setting in settings.items():
-        more = results.get(f"{name} minus published")
-        rows.append([name, *setting, str(results[name]["seeds"]), _mean(results[name]), _mean(more) if more else ""])
+        means = (figure(named(results, k)) if k in results else "" for k in (name, f"{name} minus published"))
+        rows.append([name, *setting, str(results[name]["seeds"]), *means])
     return rows
 
 
