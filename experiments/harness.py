@@ -326,6 +326,14 @@ def band(ax: Axes, x: Any, y: Any, low: Any, high: Any, *, fmt: str = "o-", **st
     ax.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
+def bars(ax: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]], **style: Any) -> None:
+    """Horizontal bars: for each name, from the top, those of all labels of the values (as many as names) together."""
+    places, height = -np.arange(len(names)), 0.8 / len(values)
+    for i, (label, lengths) in enumerate(values.items()):
+        ax.barh(places - height * (i - (len(values) - 1) / 2), lengths, height, label=label, **style)
+    ax.set_yticks(places, names)
+
+
 def averaged(
     ax: Axes, x: Any, values: np.ndarray, resamples: int, seed: int, centre: Any = np.mean, **style: Any
 ) -> None:

@@ -220,9 +220,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     figures = {f"{row['problem']}: {row['method']}": {k: row[k] for k in shown} for row in rows}
     figure, (line,) = harness.panels(1, len(records), (4 * len(records), 4))
     for axes, (cell, _) in zip(line, records, strict=True):
-        mine = [r for r in rows if r["problem"] == cell["problem"]][::-1]
+        mine = [r for r in rows if r["problem"] == cell["problem"]]
         values = [r["variance_times_evaluations"] for r in mine]
-        axes.barh([r["method"] for r in mine], values, color="0.7")
+        harness.bars(axes, [r["method"] for r in mine], {"": values}, color="0.7")
         axes.set(xscale="log", xlabel="variance x evaluations (0: no bar)", title=cell["problem"])
         axes.set_xlim(left=10 ** np.floor(np.log10(min(v for v in values if v > 1e-12))))  # below it is rounding
         axes.tick_params(axis="y", labelsize=7)

@@ -15,6 +15,7 @@ program's, as XLA tells it.
 plain SGD (`jax.grad`).
 """
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -84,14 +85,11 @@ def meta_step(rule: Any, network: Any, params: Any, batches: Any, tasks: int) ->
         state = mplp.init_state(rule, network, params, first)
         remat = False if isinstance(rule, mplp.PerSynapse) else 1  # a per-synapse rule computes again by itself
         params, _, metrics = mplp.unroll(rule, network, params, state, batches, remat=remat)
-        return jnp.mean(metrics["loss"]) + jnp.mean(network(mplp.Places(), _ports(params), first)[0])
+        ports = jax.tree.map(mplp.parameter, params)
+        return jnp.mean(metrics["loss"]) + jnp.mean(network(mplp.Places(), ports, first)[0])
 
     many = jax.tree.map(lambda x: jnp.stack([x] * tasks), params)
     return jax.grad(lambda rule: jnp.mean(jax.vmap(lambda p: loss(rule, p))(many)))(rule)
-
-
-def _ports(params):
-    return jax.tree.map(mplp.parameter, params)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -104,20 +102,19 @@ def _measure_task(config, task):
     network, params, batches, steps, tasks = problem(task)
     first = jax.tree.map(lambda x: x[0], batches)
     sites = mplp.sites(network, params, first)
-    programs, flops = {}, {}
+    programs = {}  # of a rule, and what it does: the compiled program, its arguments, useful operations
     for name, make in RULES.items():
         rule = make(sites, **TASKS[task][-1])
         state = mplp.init_state(rule, network, params, first)
         update = lambda rule, params, state, batch: mplp.backward(rule, network, params, state, batch)[:2]
         inner = jax.jit(update).lower(rule, params, state, first).compile()
         meta = jax.jit(lambda r, p, b: meta_step(r, network, p, b, tasks)).lower(rule, params, batches).compile()
-        programs[f"{name}/inner"] = (inner, (rule, params, state, first))
-        programs[f"{name}/meta"] = (meta, (rule, params, batches))
         # XLA counts the body of a loop once: count all synapses as one chunk. A new function, since traces are cached.
         with mock.patch.object(per_synapse, "CHUNK", 2**62):
             work = _flops(jax.jit(lambda *args, update=update: update(*args)).lower(rule, params, state, first))
-        flops |= {f"{name}/inner": work, f"{name}/meta": 3 * work * steps * tasks}
-    return {"rows": _rows(config, programs, flops)}
+        programs[name, "inner"] = inner, (rule, params, state, first), work
+        programs[name, "meta"] = meta, (rule, params, batches), 3 * work * steps * tasks
+    return {"rows": _rows(config, programs)}
 
 
 def _measure_width(config, width):
@@ -128,8 +125,7 @@ def _measure_width(config, width):
     sites = mplp.sites(network, params, batch)
     descend = lambda p, batch: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(_plain_loss)(p, batch))
     sgd = jax.jit(descend).lower(params, batch).compile()
-    programs: dict[str, Any] = {"SGD/inner": (sgd, (params, batch))}
-    flops = {"SGD/inner": _flops(sgd)}
+    programs: dict[Any, Any] = {("SGD", "inner"): (sgd, (params, batch), _flops(sgd))}
     for name in ("exact", "separable", "separable, whitening"):
         rule = mplp.Exact(0.1) if name == "exact" else mplp.Separable(sites, whiten="white" in name, rngs=nnx.Rngs(0))
         state = mplp.init_state(rule, network, params, batch)
@@ -139,9 +135,8 @@ def _measure_width(config, width):
             return optax.apply_updates(params, updates), state
 
         compiled = jax.jit(update).lower(rule, params, state, batch).compile()
-        programs[f"{name}/inner"] = (compiled, (rule, params, state, batch))
-        flops[f"{name}/inner"] = _flops(compiled)
-    return {"rows": _rows(config, programs, flops)}
+        programs[name, "inner"] = compiled, (rule, params, state, batch), _flops(compiled)
+    return {"rows": _rows(config, programs)}
 
 
 def _flops(program):
@@ -160,19 +155,18 @@ def _plain_loss(params, batch):
     return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(x @ last["kernel"] + last["bias"]), axis=-1))
 
 
-def _rows(config, programs, flops):
+def _rows(config, programs):
     square = jnp.ones((1000, 1000))
     matmul = jax.jit(lambda a: a @ a).lower(square).compile()
-    calls = {"matmul": (matmul, (square,)), **programs}
-    seconds = take_turns({n: lambda p=p, args=args: p(*args) for n, (p, args) in calls.items()}, config.rounds, 0.02)
+    calls: dict[Any, Any] = {place: functools.partial(program, *args) for place, (program, args, _) in programs.items()}
+    seconds = take_turns({"matmul": lambda: matmul(square), **calls}, config.rounds, 0.02)
     rate = 2e9 / seconds["matmul"]
     rows = []
-    for name, (program, _) in programs.items():
-        analysis = program.memory_analysis()
-        median = float(np.median(seconds[name]))
-        row = dict(zip(("rule", "what"), name.split("/"), strict=True)) | {"cpu_ms": 1e3 * median}
-        row["spread"] = float(np.subtract(*np.percentile(seconds[name], [75, 25])) / median)
-        row["fraction_of_matmul"] = float(np.median(flops[name] / seconds[name] / rate))
+    for (rule, what), (program, _, flops) in programs.items():
+        analysis, mine = program.memory_analysis(), seconds[rule, what]
+        row = {"rule": rule, "what": what, "cpu_ms": 1e3 * float(np.median(mine))}
+        row["spread"] = float(np.subtract(*np.percentile(mine, [75, 25])) / np.median(mine))
+        row["fraction_of_matmul"] = float(np.median(flops / mine / rate))
         row["megabytes"] = None if analysis is None else analysis.temp_size_in_bytes / 1e6
         rows.append(row | {"matmul_gflops": float(np.median(rate)) / 1e9})
     return rows
@@ -202,10 +196,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
     figure, ((left, right),) = harness.panels(1, 2, (11, 4))
     names = [name for name in RULES if any((r["rule"], r["what"]) == (name, "meta") for r in rows)]
-    for i, task in enumerate(TASKS):
-        values = [find(task, 0, name, "meta") for name in names]
-        left.barh(np.arange(len(names)) + 0.4 * i, values, height=0.4, color=f"C{i}", label=task)
-    left.set(xscale="log", xlabel="CPU ms of a meta-step", yticks=np.arange(len(names)) + 0.2, yticklabels=names)
+    harness.bars(left, names, {task: [find(task, 0, name, "meta") for name in names] for task in TASKS})
+    left.set(xscale="log", xlabel="CPU ms of a meta-step")
     widths = sorted({r["size"] for r in rows if r["benchmark"] == "width"})
     for rule in ("SGD", "exact", "separable", "separable, whitening"):
         right.plot(widths, [find("width", n, rule, "inner") for n in widths], marker="o", label=rule)

@@ -99,7 +99,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         loss = make(config, method)
         kept = rad.residuals(lambda *a, f=loss: f(jax.random.key(0), *a), *arguments)
         memory[method] = [int(analysis.temp_size_in_bytes), sum(r.nbytes for r in kept)]
-    seconds = take_turns({m: lambda step=step: step(key, *arguments) for m, step in steps.items()}, config.rounds)
+    seconds = take_turns(steps, config.rounds, arguments=(key, *arguments))
     return {"seconds": {m: s.tolist() for m, s in seconds.items()}, "memory": memory}
 
 
@@ -119,8 +119,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for ax, network in zip(axes, ("layers", "rnn"), strict=True):
         mine = sorted((r for r in rows if r["network"] == network), key=lambda r: r["time_ratio"])
         memory = [r["temp_MB"] / r["temp_MB_reverse_mode"] for r in mine]
-        ax.barh([r["method"] for r in mine], [r["time_ratio"] for r in mine], 0.35, align="edge", label="step time")
-        ax.barh([r["method"] for r in mine], memory, -0.35, align="edge", label="temp bytes")
+        values = {"step time": [r["time_ratio"] for r in mine], "temp bytes": memory}
+        harness.bars(ax, [r["method"] for r in mine], values)
         ax.axvline(1, color="k", lw=0.8)
         ax.set(xlabel="over reverse mode's", title=network)
         ax.legend()

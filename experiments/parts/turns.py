@@ -1,7 +1,7 @@
 """Timing: functions take turns, so that what else the machine does falls on all of them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ BARRIERS: Any = KEPT if jax.default_backend() == "cpu" else None
 """Options with which the CPU's compiler keeps optimization barriers, and so what a checkpoint forgets."""
 
 
-def take_turns(functions: dict[str, Callable[[], Any]], rounds: int, at_least: float = 0.0) -> dict[str, np.ndarray]:
-    """Seconds of a call of each function in each round, (rounds,), after two calls that do not count.
+def take_turns(
+    functions: dict[Any, Callable[..., Any]], rounds: int, at_least: float = 0.0, arguments: Iterable[Any] = ()
+) -> dict[Any, np.ndarray]:
+    """Seconds of a call of each function, of these arguments, in each round, (rounds,); two calls before do not count.
 
     A function that takes less than `at_least` seconds is called several times a round. On a CPU the seconds are the
     processor's, all threads together, so that other work on the machine does not count.
@@ -23,7 +25,7 @@ def take_turns(functions: dict[str, Callable[[], Any]], rounds: int, at_least: f
     def seconds(function, repeats=1):
         start = now()
         for _ in range(repeats):
-            jax.block_until_ready(function())
+            jax.block_until_ready(function(*arguments))
         return (now() - start) / repeats
 
     repeats = {}
