@@ -34,7 +34,7 @@ from flax import nnx
 
 from apgrad import memory as rad
 from experiments import harness
-from experiments.benchmarks.compiling import Block, normal
+from experiments.benchmarks import compiling
 from experiments.parts.turns import BARRIERS
 
 SHARES = {"plan, half": 2, "plan, quarter": 4}
@@ -61,19 +61,16 @@ PAPER = Config(blocks=12, width=256, batch=16, length=128, steps=200, limit=2_00
 
 def transformer(config: Config, checkpoint: bool) -> tuple[Any, Any]:
     """`(parameters, tokens) -> loss` of saying what each token is mapped to, and parameters."""
-    split = [nnx.split(Block(config.width, nnx.Rngs(i))) for i in range(config.blocks)]
-    apply = lambda state, x: nnx.merge(split[0][0], state)(x)
-    apply = jax.checkpoint(apply) if checkpoint else apply
+    blocks = [compiling.Block(config.width, nnx.Rngs(i)) for i in range(config.blocks)]
+    run, states = compiling.stacked(blocks, around=jax.checkpoint if checkpoint else compiling.same)
 
     def loss(parameters, tokens):
         states, table = parameters
-        x = table[tokens]
-        for state in states:
-            x = apply(state, x)
+        x = run(states, table[tokens])
         x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ table.T, (5 * tokens + 1) % VOCABULARY))
 
-    return loss, ([state for _, state in split], 0.1 * normal(7, VOCABULARY, config.width))
+    return loss, (states, 0.1 * compiling.normal(7, VOCABULARY, config.width))
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -178,12 +175,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         rows.append(row)
     figure, (axes,) = harness.panels(1, 3, (12, 3.4))
     some = [row for row in rows if row["MB"]]
-    axes[0].barh([r["method"] for r in some], [r["MB"] for r in some])
+    names = [r["method"] for r in some]
+    harness.bars(axes[0], names, {"": [r["MB"] for r in some]})
     axes[0].set(xlabel=f"MB, batch {config.batch}")
-    axes[1].barh([r["method"] for r in some], [r["largest_batch"] for r in some])
+    harness.bars(axes[1], names, {"": [r["largest_batch"] for r in some]})
     axes[1].set(xlabel="largest batch that fits")
-    for ax in axes[:2]:
-        ax.invert_yaxis()
     for row, style in zip(some, ("-", "--", ":", "-."), strict=False):
         axes[2].plot(found[row["method"]]["losses"], style, label=f"{row['method']}: {row['step_ratio']:.2f}")
     axes[2].set(xlabel="step", ylabel="loss", title=f"{config.blocks} blocks of width {config.width}")

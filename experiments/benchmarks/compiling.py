@@ -64,77 +64,107 @@ def cross_entropy(logits: jax.Array) -> jax.Array:
     return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
 
 
-def transformer(layers: int, scan: bool, checkpoint: bool, d: int = 64) -> tuple[Any, Any, Any]:
-    """`(parameters, tokens) -> loss`, its parameters and tokens."""
-    rngs = nnx.Rngs(0)
-    split = [nnx.split(Block(d, rngs)) for _ in range(layers)]
+def same(f: Any) -> Any:
+    """The function as it is, around a layer in place of `jax.checkpoint`."""
+    return f
+
+
+def mlp(layers: int, width: int, batch: int, around: Any = same) -> tuple[Any, Any, Any]:
+    """`(weights, x) -> loss` of ReLU layers, weights and x."""
+    layer = around(lambda x, w: jax.nn.relu(x @ w))
+
+    def loss(weights, x):
+        for w in weights:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    return loss, [normal(i, width, width) / (width / 2) ** 0.5 for i in range(layers)], normal(99, batch, width)
+
+
+def convnet(depth: int, side: int, around: Any = same) -> tuple[Any, Any, Any]:
+    """`(parameters, x) -> loss` of twice as many convolutions as the depth, after which is a pool; parameters and x."""
+    dimensions = ("NHWC", "HWIO", "NHWC")
+
+    @around
+    def convolution(x, k):
+        return jax.nn.relu(jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=dimensions))
+
+    def loss(parameters, x):
+        kernels, w = parameters
+        for i, k in enumerate(kernels):
+            x = convolution(x, k)
+            x = rad.max_pool(x, (2, 2)) if (i + 1) % depth == 0 else x
+        return cross_entropy(x.reshape(len(x), -1) @ w)
+
+    sizes = (3, *[16] * depth, *[32] * depth)
+    kernels = [0.1 * normal(i, 3, 3, *pair) for i, pair in enumerate(itertools.pairwise(sizes))]
+    return loss, (kernels, 0.01 * normal(50, 32 * (side // 4) ** 2, 10)), normal(99, side, side, side, 3)
+
+
+def rnn(steps: int) -> tuple[Any, Any, Any]:
+    """`(parameters, xs) -> loss` of an identity RNN, parameters and xs."""
+
+    def loss(parameters, xs):
+        w, u, out = parameters
+        h = jnp.zeros((xs.shape[1], len(u)))
+        h, _ = jax.lax.scan(lambda h, x: (jax.nn.relu(x @ w + h @ u), None), h, xs)
+        return cross_entropy(h @ out)
+
+    parameters = 0.1 * normal(0, 1, 100), 0.95 * jnp.eye(100), 0.1 * normal(2, 100, 10)
+    return loss, parameters, normal(3, steps, 150, 1)
+
+
+def scans(depth: int) -> tuple[Any, Any, Any]:
+    """`(w, x) -> loss` of scans in scans, w and x."""
+
+    def nested(depth, x, w):
+        if depth == 0:
+            return jnp.tanh(jnp.sin(x @ w) @ w)
+        return jax.lax.scan(lambda x, _: (nested(depth - 1, x, w), None), x, length=4)[0]
+
+    return lambda w, x: jnp.mean(nested(depth, x, w) ** 2), normal(0, 64, 64) / 8, normal(1, 64, 64)
+
+
+def stacked(blocks: list[Block], scan: bool = False, around: Any = same) -> tuple[Any, Any]:
+    """`(states, x) -> x` through all blocks, in a Python loop or in a scan, and their states."""
+    split = [nnx.split(block) for block in blocks]
     graph, states = split[0][0], [state for _, state in split]
-    apply = lambda state, x: nnx.merge(graph, state)(x)
-    apply = jax.checkpoint(apply) if checkpoint else apply
+    apply = around(lambda state, x: nnx.merge(graph, state)(x))
+
+    def run(states, x):
+        if scan:
+            return jax.lax.scan(lambda x, state: (apply(state, x), None), x, states)[0]
+        for state in states:
+            x = apply(state, x)
+        return x
+
+    return run, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states) if scan else states
+
+
+def transformer(layers: int, scan: bool, around: Any, d: int = 64) -> tuple[Any, Any, Any]:
+    """`(parameters, tokens) -> loss`, parameters and tokens."""
+    rngs = nnx.Rngs(0)
+    run, states = stacked([Block(d, rngs) for _ in range(layers)], scan, around)
 
     def loss(parameters, tokens):
         states, table = parameters
-        x = table[tokens]
-        if scan:
-            x, _ = jax.lax.scan(lambda x, state: (apply(state, x), None), x, states)
-        else:
-            for state in states:
-                x = apply(state, x)
-        return cross_entropy(x @ table.T)
+        return cross_entropy(run(states, table[tokens]) @ table.T)
 
-    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states) if scan else states
     return loss, (states, 0.1 * normal(7, 64, d)), jax.random.randint(jax.random.key(3), (8, 32), 0, 64)
 
 
 def model(config: Config, name: str) -> tuple[Any, Any, Any]:
     """`(parameters, x) -> loss`, parameters and x."""
     if name in ("MLP", "deep MLP"):
-
-        def mlp(weights, x):
-            for w in weights:
-                x = jax.nn.relu(x @ w)
-            return jnp.mean(x**2)
-
-        layers = config.layers if name == "MLP" else config.deep
-        return mlp, [normal(i, 256, 256) / 11 for i in range(layers)], normal(99, 256, 256)
+        return mlp(config.layers if name == "MLP" else config.deep, 256, 256)
     if name == "ConvNet":
-
-        def convnet(parameters, x):
-            kernels, w = parameters
-            for i, k in enumerate(kernels):
-                x = jax.nn.relu(
-                    jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-                )
-                x = rad.max_pool(x, (2, 2)) if i % 2 else x
-            return cross_entropy(x.reshape(len(x), -1) @ w)
-
-        sizes = (3, 16, 16, 32, 32)
-        kernels = [0.1 * normal(i, 3, 3, *pair) for i, pair in enumerate(itertools.pairwise(sizes))]
-        return convnet, (kernels, 0.01 * normal(50, 512, 10)), normal(99, 16, 16, 16, 3)
+        return convnet(2, 16)
     if name == "RNN":
-
-        def rnn(parameters, xs):
-            w, u, out = parameters
-            h = jnp.zeros((xs.shape[1], len(u)))
-            h, _ = jax.lax.scan(lambda h, x: (jax.nn.relu(x @ w + h @ u), None), h, xs)
-            return cross_entropy(h @ out)
-
-        return (
-            rnn,
-            (0.1 * normal(0, 1, 100), 0.95 * jnp.eye(100), 0.1 * normal(2, 100, 10)),
-            normal(3, config.steps, 150, 1),
-        )
-    if "scan" in name and "transformer" not in name:
-
-        def nested(depth, x, w):
-            if depth == 0:
-                return jnp.tanh(jnp.sin(x @ w) @ w)
-            return jax.lax.scan(lambda x, _: (nested(depth - 1, x, w), None), x, length=4)[0]
-
-        depth = 1 if name == "one scan" else 3
-        return lambda w, x: jnp.mean(nested(depth, x, w) ** 2), normal(0, 64, 64) / 8, normal(1, 64, 64)
-    wide = name.startswith("wide")
-    return transformer(config.layers, "loop" not in name, name == "checkpointed blocks", 256 if wide else 64)
+        return rnn(config.steps)
+    if name in ("one scan", "scans in scans"):
+        return scans(1 if name == "one scan" else 3)
+    around = jax.checkpoint if name == "checkpointed blocks" else same
+    return transformer(config.layers, "loop" not in name, around, 256 if name.startswith("wide") else 64)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -161,9 +191,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             seconds[m]["compile"].append(time.process_time() - traced)
             kept: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
             memory[m] = int(kept.temp_size_in_bytes)
-    calls = {m: lambda p=program: p(jax.random.key(seed), *arguments) for m, program in programs.items()}
     # Several in a row, as a training makes them: right after another program's step, a step takes longer.
-    for m, steps in take_turns(calls, config.runs, 0.1).items():
+    for m, steps in take_turns(programs, config.runs, 0.1, (jax.random.key(seed), *arguments)).items():
         seconds[m]["step"] = steps.tolist()
     return {"seconds": seconds, "memory": memory}
 
@@ -180,17 +209,14 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         rows.append(row)
     figure, (axes,) = harness.panels(1, 2, (10, 3.4))
     names = [r["model"] for r in rows]
-    places = np.arange(len(rows))
-    axes[0].barh(places, [r["trace_and_compile_ratio"] for r in rows], 0.6)
+    harness.bars(axes[0], names, {"": [r["trace_and_compile_ratio"] for r in rows]})
     axes[0].axvline(3, color="k", lw=0.8, ls=":", label="three times")
     axes[0].set(xlabel="tracing and compiling, over plain's")
-    axes[1].barh(places - 0.2, [r["step_ratio"] for r in rows], 0.4, label="step time")
-    axes[1].barh(places + 0.2, [r["temp_MB"] / r["temp_MB_plain"] for r in rows], 0.4, label="temp bytes")
+    memory = [r["temp_MB"] / r["temp_MB_plain"] for r in rows]
+    harness.bars(axes[1], names, {"step time": [r["step_ratio"] for r in rows], "temp bytes": memory})
     axes[1].axvline(1, color="k", lw=0.8)
     axes[1].set(xlabel="over plain's")
     for ax in axes:
-        ax.set_yticks(places, names)
-        ax.invert_yaxis()
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
 

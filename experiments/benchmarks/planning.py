@@ -10,13 +10,10 @@ Seconds of the processor, by turns.
     python -m experiments.benchmarks.planning --preset paper
 """
 
-import functools
-import itertools
 import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import apgrad as ap
@@ -42,36 +39,13 @@ class Config(harness.Config):
 PAPER = Config(layers=17, blocks=6, batch=2048, draws=8, runs=9)
 
 
-def model(config: Config, name: str, wrap: Any) -> tuple[Any, Any, Any]:
-    """`(parameters, x) -> loss` with `wrap` around each layer, parameters and x."""
-    normal = compiling.normal
+def model(config: Config, name: str, around: Any = compiling.same) -> tuple[Any, Any, Any]:
+    """`(parameters, x) -> loss` with a function around each layer, parameters and x."""
     if name == "MLP":
-        layer = wrap(lambda x, w: jax.nn.relu(x @ w))
-
-        def mlp(weights, x):
-            for w in weights:
-                x = layer(x, w)
-            return jnp.mean(x**2)
-
-        return mlp, [normal(i, 128, 128) / 8 for i in range(config.layers)], normal(99, config.batch, 128)
+        return compiling.mlp(config.layers, 128, config.batch, around)
     if name == "ConvNet":
-        dimensions = ("NHWC", "HWIO", "NHWC")
-
-        @wrap
-        def convolution(x, k):
-            return jax.nn.relu(jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=dimensions))
-
-        def convnet(parameters, x):
-            kernels, w = parameters
-            for i, k in enumerate(kernels):
-                x = convolution(x, k)
-                x = rad.max_pool(x, (2, 2)) if i % 4 == 3 else x
-            return compiling.cross_entropy(x.reshape(len(x), -1) @ w)
-
-        sizes = (3, *[16] * 4, *[32] * 4)
-        kernels = [0.1 * normal(i, 3, 3, *pair) for i, pair in enumerate(itertools.pairwise(sizes))]
-        return convnet, (kernels, 0.01 * normal(50, 2048, 10)), normal(99, 32, 32, 32, 3)
-    return compiling.transformer(config.blocks, name == "transformer, scan", wrap is jax.checkpoint)
+        return compiling.convnet(4, 32, around)
+    return compiling.transformer(config.blocks, name == "transformer, scan", around)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -79,7 +53,7 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    plain, parameters, x = model(config, cell["model"], lambda f: f)
+    plain, parameters, x = model(config, cell["model"])
     checkpointed = model(config, cell["model"], jax.checkpoint)[0]
     functions = {"reverse mode": lambda key, *a: plain(*a), SINGLE[0]: lambda key, *a: checkpointed(*a)}
     functions |= {f"{b} bits": ap.randomize(plain, rad.rounding(bits=b)) for b in (8, 4, 2)}
@@ -108,9 +82,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         keys = [jax.random.key(1000 * seed + i) for i in range(config.draws)]
         errors = [np.sum((flat(program(k, parameters, x)) - truth) ** 2) / np.sum(truth**2) for k in keys]
         noise[name] = [float(e) for e in errors]
-    calls = {name: functools.partial(program, key, parameters, x) for name, program in programs.items()}
-    step = {name: found.tolist() for name, found in take_turns(calls, config.runs).items()}
-    return {"memory": memory, "plans": plans, "noise": noise, "step": step}
+    seconds = take_turns(programs, config.runs, arguments=(key, parameters, x))
+    return {"memory": memory, "plans": plans, "noise": noise, "step": {name: s.tolist() for name, s in seconds.items()}}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
