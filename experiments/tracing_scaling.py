@@ -28,7 +28,7 @@ import numpy as np
 import apgrad as ap
 from apgrad._programs import jaxprs
 from experiments import harness
-from experiments.benchmarks.tracing import semirings
+from experiments.benchmarks import tracing
 from experiments.parts.turns import take_turns
 
 SEMIRINGS = ("grad", "ordinary", "max-product", "log max-product", "absolute sum", "entropy", "top 3")
@@ -159,7 +159,7 @@ def edges(loss: Any, params: Any) -> int:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, params = problem(cell, seed)
-    traced = [jax.grad(loss), *(ap.semiring_grad(loss, semirings()[name]) for name in SEMIRINGS[1:])]
+    traced = [jax.grad(loss), *(ap.semiring_grad(loss, tracing.SEMIRINGS[name]) for name in SEMIRINGS[1:])]
     compiled = {name: jax.jit(f).lower(params).compile() for name, f in zip(SEMIRINGS, traced, strict=True)}
     seconds = take_turns({name: lambda f=f: f(params) for name, f in compiled.items()}, config.repeats, 0.02)
     return {"edges": edges(loss, params), "seconds": [float(np.median(found)) for found in seconds.values()]}

@@ -21,7 +21,6 @@ from experiments import harness
 from experiments.parts.turns import take_turns
 
 KEY = jax.random.key(0)
-SEMIRINGS = ("max-product", "ordinary", "influence", "absolute sum", "log max-product", "entropy", "top 3")
 MODELS = ("MLP-300", "LSTM-50", "transformer")
 LOGARITHMS = ap.tracing.Semiring(
     "log max-product",
@@ -32,42 +31,27 @@ LOGARITHMS = ap.tracing.Semiring(
     one=(0.0,),
     kind="max",
 )
+SEMIRINGS: dict[str, Any] = {
+    "max-product": ap.tracing.max_product(),
+    "ordinary": ap.tracing.ordinary(),
+    "influence": None,  # a function of its own, `ap.tracing.influence`
+    "absolute sum": ap.tracing.absolute_sum(),
+    "log max-product": LOGARITHMS,
+    "entropy": ap.tracing.entropy(),
+    "top 3": ap.tracing.top_k(3),
+}
 
 
 class Config(harness.Config):
     """Options of this experiment."""
 
-    semirings: tuple[str, ...] = SEMIRINGS  # what is timed, of the names here.
+    semirings: tuple[str, ...] = tuple(SEMIRINGS)  # what is timed, of the names here.
     repeats: int = 5  # pairs of timings for each figure.
     scale: float = 0.5  # of batch sizes and widths, for a quick look 0.25.
 
     def __post_init__(self):
         harness.require_least(self, repeats=3)
         harness.require_among(self, semirings=SEMIRINGS)
-
-
-class MLP(nn.Module):
-    """Three hidden layers."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x):
-        """Logits."""
-        for _ in range(3):
-            x = nn.relu(nn.Dense(self.width)(x))
-        return nn.Dense(10)(x)
-
-
-class LSTM(nn.Module):
-    """An LSTM, read at its last step."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x):
-        """Logits."""
-        return nn.Dense(10)(jnp.asarray(nn.RNN(nn.OptimizedLSTMCell(self.width))(x))[:, -1])
 
 
 class Transformer(nn.Module):
@@ -88,9 +72,12 @@ def model(name: str, scale: float) -> tuple[Any, Any, int]:
     """A loss, its parameters, and their number."""
     size = lambda n: max(4, int(n * scale) // 4 * 4)
     if name == "MLP-300":
-        module, x = MLP(size(300)), jax.random.normal(KEY, (size(150) if scale < 1 else 150, 784))
+        hidden = [layer for _ in range(3) for layer in (nn.Dense(size(300)), nn.relu)]
+        module = nn.Sequential([*hidden, nn.Dense(10)])
+        x = jax.random.normal(KEY, (size(150) if scale < 1 else 150, 784))
     elif name == "LSTM-50":
-        module, x = LSTM(size(64)), jax.random.normal(KEY, (size(32), 50, size(64)))
+        module = nn.Sequential([nn.RNN(nn.OptimizedLSTMCell(size(64))), lambda x: x[:, -1], nn.Dense(10)])
+        x = jax.random.normal(KEY, (size(32), 50, size(64)))
     else:
         module, x = Transformer(size(64)), jax.random.randint(KEY, (size(16), 32), 0, 50)
     params = jax.jit(module.init)(KEY, x)
@@ -103,20 +90,6 @@ def model(name: str, scale: float) -> tuple[Any, Any, int]:
     return loss, params, sum(p.size for p in jax.tree.leaves(params))
 
 
-def semirings() -> dict[str, Any]:
-    """What is timed against `jax.grad`."""
-    t = ap.tracing
-    return {
-        "ordinary": t.ordinary(),
-        "max-product": t.max_product(),
-        "log max-product": LOGARITHMS,
-        "absolute sum": t.absolute_sum(),
-        "entropy": t.entropy(),
-        "top 3": t.top_k(3),
-        "influence": None,
-    }
-
-
 PAPER = Config(repeats=15, scale=1.0)
 
 
@@ -127,10 +100,10 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Neighbouring timings of `jax.grad` and of the semiring."""
     loss, params, count = model(cell["model"], config.scale)
-    semiring = semirings()[cell["semiring"]]
+    semiring = SEMIRINGS[cell["semiring"]]
     traced = ap.tracing.influence(loss, depth=2) if semiring is None else ap.semiring_grad(loss, semiring)
     compiled = {name: jax.jit(f).lower(params).compile() for name, f in (("grad", jax.grad(loss)), ("traced", traced))}
-    seconds = take_turns({name: lambda f=f: f(params) for name, f in compiled.items()}, config.repeats, 0.05)
+    seconds = take_turns(compiled, config.repeats, 0.05, arguments=(params,))
     sizes: list[Any] = [f.memory_analysis() for f in compiled.values()]
     memory = [int(size.temp_size_in_bytes + size.output_size_in_bytes) for size in sizes]
     return {"parameters": count, "memory": memory, "seconds": np.stack([*seconds.values()], axis=1).tolist()}
