@@ -20,7 +20,6 @@ temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the 
 state, and with `target="parameters"`. Seconds, and bytes of temporary memory.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -38,11 +37,7 @@ from experiments.parts.turns import take_turns
 BETA = 2.5
 LANES = 1000
 POLICIES = {41: ((3, 8, 1), 50), 4_866: ((8, 64, 64, 2), 20), 100_444: ((8, 310, 310, 4), 10)}  # sizes, horizon
-CHAIN_METHODS: dict[str, Callable[[], Any]] = {
-    "RP": ap.reparameterization,
-    "LR": ap.likelihood_ratio,
-    "TP": chaotic_network.PUBLISHED,
-}
+CHAIN_METHODS = ("RP", "LR", "TP")
 ROLLOUT_METHODS = ("RP", "LR", "TP", "TP-CF", "decoupled", "decoupled-CF", "GS-LR", "GS-TP")
 
 
@@ -59,42 +54,36 @@ class Config(harness.Config):
 PAPER = Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=25)
 
 
-def plain_rollout(horizon: int, lanes: int = LANES) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The rollout's loss without apgrad, with the numbers that `chaotic_network.objective` draws."""
-    weights = jnp.array(chaotic_network.WEIGHTS)
+def plain(mean: Any, deviation: float, start: jax.Array, lanes: int, length: int) -> Callable[..., jax.Array]:
+    """`(key, theta) -> ` the last states (lanes, ...) of a Gaussian chain, of the same numbers that apgrad draws."""
 
-    def loss(key, beta):
+    def last(key, theta):
         def body(carry, _):
             key, x = carry
             key, fresh = jax.random.split(key)
-            noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(jax.random.split(fresh, lanes))
-            x = jax.vmap(lambda x: jax.nn.sigmoid(beta * weights @ x))(x) + chaotic_network.SIGMA * noise
-            return (key, x), None
+            noise = jax.vmap(lambda key: jax.random.normal(key, start.shape))(jax.random.split(fresh, lanes))
+            return (key, jax.vmap(mean, (None, 0))(theta, x) + deviation * noise), None
 
-        start = jnp.broadcast_to(jnp.array(chaotic_network.START), (lanes, 2))
-        (_, x), _ = jax.lax.scan(body, (key, start), length=horizon)
-        return jnp.mean(0.5 * jnp.sum((x - 1) ** 2, axis=-1))
+        return jax.lax.scan(body, (key, jnp.broadcast_to(start, (lanes, *start.shape))), length=length)[0][1]
 
-    return loss
+    return last
+
+
+def plain_rollout(horizon: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The rollout's loss without apgrad."""
+    weights = jnp.array(chaotic_network.WEIGHTS)
+    mean = lambda beta, x: jax.nn.sigmoid(beta * weights @ x)
+    last = plain(mean, chaotic_network.SIGMA, jnp.array(chaotic_network.START), LANES, horizon)
+    return lambda key, beta: jnp.mean(0.5 * jnp.sum((last(key, beta) - 1) ** 2, axis=-1))
 
 
 def chain(method: str, nodes: int, lanes: int = 2) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The last state of a chain of nodes, squared; `plain` is without apgrad."""
     if method == "plain":
+        last = plain(lambda theta, x: jnp.sin(theta * x), 0.1, jnp.ones(()), lanes, nodes)
+        return lambda key, theta: jnp.mean(last(key, theta) ** 2)
 
-        def plain(key, theta):
-            def body(carry, _):
-                key, x = carry
-                key, fresh = jax.random.split(key)
-                noise = jax.vmap(jax.random.normal)(jax.random.split(fresh, lanes))
-                return (key, jnp.sin(theta * x) + 0.1 * noise), None
-
-            (_, x), _ = jax.lax.scan(body, (key, jnp.ones(lanes)), length=nodes)
-            return jnp.mean(x**2)
-
-        return plain
-
-    @ap.stochastic(CHAIN_METHODS[method]())
+    @ap.stochastic(chaotic_network.METHODS[method].estimator())
     def step(theta, x):
         return dist.Normal(jnp.sin(theta * x), 0.1)
 
@@ -124,17 +113,15 @@ def _measure_rollout(config, horizon, key):
         losses[method] = chaotic_network.objective(method, horizon, LANES)
         losses[f"{method}, check_nan=False"] = chaotic_network.objective(method, horizon, LANES, check_nan=False)
     gradients = {name: jax.grad(loss, argnums=1) for name, loss in losses.items()}
-    adaptive = ap.adaptive(chaotic_network.program("adaptive", horizon), LANES)
-    state = jax.jit(adaptive.init)(key, beta)
-    gradients["adaptive"] = lambda key, beta: adaptive.value_and_grad(key, state, beta)
+    gradients["adaptive"] = adaptive(chaotic_network.program("adaptive", horizon), key, beta)
     calls = {name: jax.jit(g) for name, g in gradients.items()}
     np.testing.assert_allclose(calls["RP"](key, beta), calls["plain"](key, beta), rtol=1e-3)
 
     keys = jax.random.split(key, 10)
     looped = lambda g: jax.jit(lambda keys, beta: jax.lax.map(lambda key: g(key, beta), keys))
     loops = {name: looped(g) for name, g in gradients.items() if "," not in name}
-    called = take_turns({name: lambda f=f: f(key, beta) for name, f in calls.items()}, config.rounds)
-    looped = take_turns({name: lambda f=f: f(keys, beta) for name, f in loops.items()}, config.rounds)
+    called = take_turns(calls, config.rounds, arguments=(key, beta))
+    looped = take_turns(loops, config.rounds, arguments=(keys, beta))
     rows = [_row(f"called: {name}", seconds, called["plain"]) for name, seconds in called.items()]
     rows += [_row(f"in a loop: {name}", seconds / 10, looped["plain"] / 10) for name, seconds in looped.items()]
     return {"rows": rows}
@@ -144,7 +131,7 @@ def _measure_chain(config, nodes, key):
     theta = jnp.float32(1.1)
     gradient = lambda method: jax.jit(jax.grad(chain(method, nodes), argnums=1))
     compiled = {m: gradient(m).lower(key, theta).compile() for m in ("plain", *CHAIN_METHODS)}
-    seconds = take_turns({name: lambda f=f: f(key, theta) for name, f in compiled.items()}, config.chain_rounds)
+    seconds = take_turns(compiled, config.chain_rounds, arguments=(key, theta))
     memory = {name: _temporary_bytes(f) for name, f in compiled.items()}
     rows = []
     for name in compiled:
@@ -164,16 +151,18 @@ def _measure_policy(config, size, key):
     objectives |= {name: ap.expectation(of(e), LANES, cross_fit=True) for name, e in total.items()}
     gradients = {name: jax.grad(f, argnums=1) for name, f in objectives.items()}
     for name, by_state in (("adaptive", False), ("adaptive, by state", True)):
-        made = ap.adaptive(of(ap.total_propagation()), LANES, by_state=by_state)
-        gradients[name] = functools.partial(_adaptive, made, jax.jit(made.init)(key, parameters))
+        gradients[name] = adaptive(of(ap.total_propagation()), key, parameters, by_state=by_state)
     compiled = {name: jax.jit(f).lower(key, parameters).compile() for name, f in gradients.items()}
-    seconds = take_turns({n: lambda f=f: f(key, parameters) for n, f in compiled.items()}, config.policy_rounds)
+    seconds = take_turns(compiled, config.policy_rounds, arguments=(key, parameters))
     rows = [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(f)} for n, f in compiled.items()]
     return {"rows": rows}
 
 
-def _adaptive(made, state, key, parameters):
-    return made.value_and_grad(key, state, parameters)
+def adaptive(program: Any, key: jax.Array, parameters: Any, **options: Any) -> Callable[..., Any]:
+    """`(key, parameters) -> ` value, gradient and state of `ap.adaptive`, from the state that the key makes."""
+    made = ap.adaptive(program, LANES, **options)
+    state = jax.jit(made.init)(key, parameters)
+    return lambda key, parameters: made.value_and_grad(key, state, parameters)
 
 
 def policy_parameters(key: jax.Array, sizes: tuple[int, ...]) -> list[list[jax.Array]]:
@@ -242,16 +231,15 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     empty = dict.fromkeys(("added_us_per_node", "added_us_interval", "bytes_per_node", "added_bytes_per_node", "bytes"))
     rows = [{**cell, **empty, **row} for cell, result in records for row in result["rows"]]
     last = {name: max((r["size"] for r in rows if r["benchmark"] == name), default=0) for name in ("rollout", "chain")}
-    figures = {}
+    figures, of_a_node = {}, ("added_us_per_node", "added_us_interval", "added_bytes_per_node")
     for row in rows:
         size, method = row["size"], row["method"]
         if row["benchmark"] == "rollout":
             figures[f"ratio_H{size}, {method}"] = {"value": row["ratio"], "interval": row["ratio_interval"]}
         elif row["benchmark"] == "policy":
             figures[f"policy of {size}, {method}"] = {k: row[k] for k in ("milliseconds", "ratio", "bytes")}
-    for row in (r for r in rows if (r["benchmark"], r["size"]) == ("chain", last["chain"]) and r["method"] != "plain"):
-        shown = ("added_us_per_node", "added_us_interval", "added_bytes_per_node")
-        figures[f"node_in_chain_of_{last['chain']}, {row['method']}"] = {k: row[k] for k in shown}
+        elif size == last["chain"] and method != "plain":
+            figures[f"node_in_chain_of_{size}, {method}"] = {k: row[k] for k in of_a_node}
     columns = ("milliseconds", "ratio", "added_us_per_node", "added_bytes_per_node", "bytes")
     shown = [{**row, "ratio_low": row["ratio_interval"][0], "ratio_high": row["ratio_interval"][1]} for row in rows]
     table = harness.table(shown, "benchmark", "size", "method", *columns)
@@ -266,13 +254,13 @@ def _picture(rows, last):
     ]
     bars = {f"Rollout, H={last['rollout']}": of("rollout", last["rollout"])}
     bars |= {f"Policy of {size:,} parameters": of("policy", size) for size in POLICIES}
-    bars = {title: found[::-1] for title, found in bars.items() if found}
+    bars = {title: found for title, found in bars.items() if found}
     nodes = {"added_us_per_node": "Microseconds", "added_bytes_per_node": "Bytes, of 2 lanes,"} if last["chain"] else {}
     figure, (axes,) = harness.panels(1, max(1, len(bars) + len(nodes)), (3.7 * (len(bars) + len(nodes)), 4))
     for ax, (title, found) in zip(axes, bars.items(), strict=False):
-        values = np.array([r["ratio"] for r in found])
+        values = [r["ratio"] for r in found]
         errors = np.abs(np.array([r["ratio_interval"] for r in found]).T - values)
-        ax.barh([r["method"] for r in found], values, xerr=errors, color="0.7")
+        harness.bars(ax, [r["method"] for r in found], {"": values}, xerr=errors, color="0.7")
         ax.axvline(1, color="black", linewidth=0.8)
         ax.set(xlabel=f"time / plain jax.grad, {LANES} lanes", title=title)
         ax.tick_params(axis="y", labelsize=7)
