@@ -33,10 +33,11 @@ from experiments.benchmarks import discrete_choices as toys
 from experiments.parts.turns import take_turns
 
 PROBLEMS = ("toy, theta .5", "toy, theta .1", "quadratic, 200", "autoencoder")
-PEERS = ("REINFORCE by hand", "leave-one-out by hand, 2", "leave-one-out by hand, 4", "TraceGraph_ELBO")
-OURS: dict[str, Callable[[], ap.ChoiceEstimator]] = {"ap.enumeration": ap.enumeration, "ap.rloo, 2": lambda: ap.rloo(2)}
-OURS |= {"ap.rloo, 4": lambda: ap.rloo(4), "ap.arm": ap.arm, "ap.disarm": ap.disarm, "ap.arms, 4": lambda: ap.arms(4)}
-OURS["ap.rebar"] = ap.rebar
+BY_HAND = {"REINFORCE by hand": 1, "leave-one-out by hand, 2": 2, "leave-one-out by hand, 4": 4}  # samples
+PEERS = (*BY_HAND, "TraceGraph_ELBO")
+OURS: dict[str, ap.ChoiceEstimator] = {"ap.enumeration": ap.enumeration(), "ap.rloo, 2": ap.rloo(2)}
+OURS |= {"ap.rloo, 4": ap.rloo(4), "ap.arm": ap.arm(), "ap.disarm": ap.disarm(), "ap.arms, 4": ap.arms(4)}
+OURS["ap.rebar"] = ap.rebar()
 
 
 class Problem(NamedTuple):
@@ -132,16 +133,11 @@ def by_apgrad(problem: Problem, estimator: ap.ChoiceEstimator) -> Callable[[jax.
 
 def methods(problem: Problem) -> dict[str, tuple[Callable[[jax.Array, Any], Any], int]]:
     """Each method's gradient and evaluations."""
-    made: dict[str, Any] = {
-        "REINFORCE by hand": (by_hand(problem, 1), 1),
-        "leave-one-out by hand, 2": (by_hand(problem, 2), 2),
-        "leave-one-out by hand, 4": (by_hand(problem, 4), 4),
-        "TraceGraph_ELBO": (in_numpyro(problem), 1),
-    }
+    made = {name: (by_hand(problem, samples), samples) for name, samples in BY_HAND.items()}
+    made["TraceGraph_ELBO"] = in_numpyro(problem), 1
     logits = problem.logits(problem.parameters)
-    for name, make in OURS.items():
+    for name, estimator in OURS.items():
         if name != "ap.enumeration" or logits.shape[1] <= toys.MOST_ENUMERATED:
-            estimator = make()
             made[name] = by_apgrad(problem, estimator), estimator.evaluations(dist.Bernoulli(logits=logits))
     return made
 
