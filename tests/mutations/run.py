@@ -12,7 +12,6 @@ tries the named files alone; delete the rows of what they miss, and run it witho
 
 import argparse
 import csv
-import itertools
 import os
 import re
 import shutil
@@ -24,38 +23,28 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 COLUMNS = ("label", "file", "name", "result", "by", "seconds")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tree", type=Path, default=HERE.parents[1], help="the checkout that is copied and broken")
     parser.add_argument("--only", default="", help="a regular expression of names and files")
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
     parser.add_argument("--label", default="whole suite", help="the run's name in the results, say a commit")
     parser.add_argument("--with", dest="prefix", default="", help="a command that runs pytest's command")
     parser.add_argument("--first", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no other mutation is begun")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
     mutations = tomllib.loads((HERE / "mutations.toml").read_text())["mutation"]
-    stale = [m for m in mutations if text(options.tree, m).count(m["old"]) != 1]
+    stale = [m for m in mutations if text(ROOT, m).count(m["old"]) != 1]
     for m in stale:
         print(f"NOT FOUND ONCE: {m['name']} (apgrad/{m['file']}): {m['old']}", file=sys.stderr)
     if not options.check:
         chosen = [m for m in mutations if m not in stale and re.search(options.only, f"{m['name']} {m['file']}")]
-        run(options, alternating(chosen))
+        run(options, chosen)
     sys.exit(bool(stale))
-
-
-def alternating(mutations):
-    """One of each wing, then another one of each, so that a part of a run says something of all of them."""
-    wings = {}
-    for m in mutations:
-        wings.setdefault(m["file"].split("/")[0], []).append(m)
-    rounds = itertools.zip_longest(*wings.values())
-    return [m for each in rounds for m in each if m]
 
 
 def run(options, mutations):
@@ -63,12 +52,11 @@ def run(options, mutations):
     if options.results.exists():
         with options.results.open(newline="") as file:
             done = {(row["label"], row["file"], row["name"]) for row in csv.DictReader(file)}
-    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder).resolve() / "tree"
-        shutil.copytree(options.tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build"))
         for m in mutations:
-            if (options.label, m["file"], m["name"]) in done or time.monotonic() - start > options.seconds:
+            if (options.label, m["file"], m["name"]) in done:
                 continue
             source, path = text(copy, m), copy / "apgrad" / m["file"]
             path.write_text(source.replace(m["old"], m["new"]))
