@@ -63,6 +63,11 @@ def plain_is_the_baseline_of_the_chain(results):
     return measured and known and ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
 
 
+def rules_are_timed_beside_sgd(results):
+    timed = all(row["cpu_ms"] > 0 and row["fraction_of_matmul"] > 0 for row in results["rows"])
+    return timed and {row["rule"] for row in results["rows"]} == {"SGD", "exact", "separable", "separable, whitening"}
+
+
 def trained_rules_warn_outside_of_their_cards(results):
     counts = {results[name]["settings"] for name in ("image_mlp, 2 steps", "images, surrogate, 2 steps")}
     warned = all(row["warned"] != (row["rule"] == "untrained") and row["finite"] for row in results["rows"])
@@ -145,6 +150,7 @@ RUNS = (
     Run("total_propagation", TOTAL, 9, reparameterization_is_the_better_one_so_early),
     Run("second_derivatives", SECOND, 4, second_derivatives_are_exact),
     Run("benchmarks.estimators", TIMED, 23, plain_is_the_baseline_of_the_chain, FEW_TIMED),
+    Run("benchmarks.mplp", "--rounds 2", 4, rules_are_timed_beside_sgd, cells({"benchmark": "width", "size": 8})),
     Run("mplp_settings", SETTINGS, 4, trained_rules_warn_outside_of_their_cards),
     Run("mplp_ablation", "--steps 2 --horizons 2 --runs 2", 4, no_corrections_before_training),
     Run("mplp_architectures", "--horizons 2 --draws 2 --runs 2 --batch 4", 7),

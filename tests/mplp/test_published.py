@@ -1,6 +1,5 @@
 """The published checkpoints: golden inner steps, as the authors' code computed them."""
 
-import json
 import os
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from experiments import harness, mplp_published
-from experiments.benchmarks import mplp as benchmark
+from experiments import mplp_published
 from tests.mplp.graphs import close
 from tests.refusals import refused
 
@@ -86,12 +84,3 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
 def test_without_data_the_experiment_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
     refused(SystemExit, r"set APGRAD_DATA to a folder with mnist.npz", mplp_published.folder)
-
-
-@pytest.mark.long
-def test_the_benchmark_runs_on_one_width(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "cells", lambda config: [{"benchmark": "width", "size": 8}])
-    harness.main(benchmark, ["--out", str(tmp_path), "--rounds", "2"])
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert {row["rule"] for row in results["rows"]} == {"SGD", "exact", "separable", "separable, whitening"}
-    assert all(row["cpu_ms"] > 0 and row["fraction_of_matmul"] > 0 for row in results["rows"])
