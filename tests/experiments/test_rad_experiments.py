@@ -168,6 +168,7 @@ def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():
     result["plans"][planning.SINGLE[0]] = {"method": "pack", "work": 0.0, "compiled": 3, "seconds": 1.0}
     found = planning.report(planning.Config(), [({"model": "MLP"}, result)])
     assert [row["method"] for row in found.rows] == ["pack", *["refused"] * 3]
+    assert len({tuple(row) for row in found.rows}) == 1
     assert found.rows[0]["MB_plan"] == 2 and found.rows[0]["step_plan"] == 1
 
 
