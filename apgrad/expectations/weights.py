@@ -123,8 +123,7 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
       >>> weights.message.suffix, weights.contribution.suffix
       (False, True)
     """
-    number("shrinkage", shrinkage)
-    rule = least_variance(float(shrinkage))
+    rule = least_variance(shrinkage)
     return Weights(Weighting(rule), Weighting(rule, suffix=True))
 
 
@@ -148,7 +147,6 @@ def _first_alone(gradients, suffix):
     return jnp.zeros(len(gradients), gradients.dtype).at[0].set(1)
 
 
-@functools.cache  # so that equal weights are equal
 def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
@@ -157,7 +155,12 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
     Args:
       shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
     """
+    number("shrinkage", shrinkage)
+    return _least_variance(float(shrinkage))
 
+
+@functools.cache  # so that equal weights are equal
+def _least_variance(shrinkage):
     def rule(gradients, suffix):
         mixture, weights = gradients[0], [jnp.ones((), gradients.dtype)]
         for other in gradients[1:]:
