@@ -120,16 +120,17 @@ def test_resampling_is_right_for_a_gaussian_state():
     ap.testing.assert_unbiased(lambda key: gradient(key, 0.7), float(jax.grad(exact)(0.7)), KEY, 1000)
 
 
+def resampled(tape, x):
+    tape, x = ap.gaussian_resampling(tape, x)
+    return tape.cost(jnp.zeros(tape.lanes)), x
+
+
 @pytest.mark.parametrize("lanes, size", [(2000, 3), (4, 4), (3, 10)])
 def test_resampling_keeps_the_moments_also_with_fewer_lanes_than_dimensions(lanes, size):
     x = jax.random.normal(KEY, (lanes, size)) @ (jnp.eye(size) + 0.3) + 5
-
-    def run(tape):
-        tape, y = ap.gaussian_resampling(tape, {"a": x[:, :1], "b": x[:, 1:]})
-        return tape.cost(jnp.zeros(lanes)), jnp.concatenate([y["a"], y["b"]], axis=-1)
-
-    y = jax.jit(jax.vmap(ap.expectation(run, lanes, has_aux=True)))
-    samples = np.concatenate(y(jax.random.split(KEY, 1 if lanes > 100 else 400))[1])
+    y = jax.jit(jax.vmap(ap.expectation(resampled, lanes, has_aux=True), (0, None)))
+    _, parts = y(jax.random.split(KEY, 1 if lanes > 100 else 400), {"a": x[:, :1], "b": x[:, 1:]})
+    samples = np.concatenate([parts["a"], parts["b"]], axis=-1).reshape(-1, size)
     np.testing.assert_allclose(samples.mean(0), x.mean(0), atol=0.25)
     np.testing.assert_allclose(np.cov(samples.T), np.cov(np.asarray(x).T), atol=0.5)
 
@@ -137,12 +138,7 @@ def test_resampling_keeps_the_moments_also_with_fewer_lanes_than_dimensions(lane
 def test_components_of_any_scale_keep_their_variance():
     scales = np.array([1e3, 1e-2, 0.0, 1e-5])
     x = jax.random.normal(KEY, (5000, 4)) * scales
-
-    def run(tape):
-        tape, y = ap.gaussian_resampling(tape, x)
-        return tape.cost(jnp.zeros(5000)), y
-
-    y = jax.jit(ap.expectation(run, 5000, has_aux=True))(KEY)[1]
+    _, y = jax.jit(ap.expectation(resampled, 5000, has_aux=True))(KEY, x)
     np.testing.assert_allclose(y.std(0), x.std(0), rtol=0.05)
 
     def shaped(tape, theta):
@@ -178,13 +174,14 @@ def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
     one_axis = jnp.zeros((lanes, size)).at[:, 0].add(jnp.linspace(0.0, 1.0, lanes))
     states = jnp.stack([jax.random.normal(KEY, (lanes, size)), jnp.ones((lanes, size)), one_axis])
 
-    def resampled(tape, s, x):
-        tape, y = ap.gaussian_resampling(tape, s * x)
-        return tape.cost(jnp.sum(y**2, axis=-1))
+    def gradient(x, resample):
+        def run(tape, s):
+            tape, y = ap.gaussian_resampling(tape, s * x) if resample else (tape, s * x)
+            return tape.cost(lambda y: jnp.sum(y**2), y, shaping=None if resample else ap.gaussian_shaping())
 
-    shaped = lambda tape, s, x: tape.cost(lambda y: jnp.sum(y**2), s * x, shaping=ap.gaussian_shaping())
-    gradients = [jax.grad(ap.expectation(run, lanes), argnums=1) for run in (resampled, shaped)]
-    assert np.isfinite(jax.jit(jax.vmap(lambda x: [gradient(KEY, 1.3, x) for gradient in gradients]))(states)).all()
+        return ap.grad(run, lanes)(KEY, 1.3)
+
+    assert np.isfinite(jax.jit(jax.vmap(lambda x: [gradient(x, way) for way in (True, False)]))(states)).all()
 
 
 def test_second_derivatives():
