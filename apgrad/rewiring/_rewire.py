@@ -9,14 +9,13 @@ and all, and meet the output in a last node, which sends the output's message to
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import chosen_numbers, integers, nearest
+from apgrad._ground.arguments import chosen_numbers, integers, nearest, require_call
 from apgrad._ground.keys import require_key
 from apgrad._ground.messages import check_messages, describe, form_of
 from apgrad._ground.port import beside
@@ -182,14 +181,10 @@ class Rewired:
         facts = [WEIGHT if i in numbers else DATA for i, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
         try:
             program, shape = pure.trace("ap.rewire", lambda args: self.function(*args), put, arrays)
-        except TypeError as error:
-            try:
-                inspect.signature(self.function).bind(*args)
-            except TypeError as wrong:
-                before = "key, " * self.rule.random + "params, " * (self.rule.init is not None)
-                raise TypeError(f"{wrong}. With this rule the function is called as rewired({before}*args).") from error
-            except ValueError:  # no signature
-                pass
+        except TypeError:
+            before = "key, " * self.rule.random + "params, " * (self.rule.init is not None)
+            names, hint = [f"args[{i}]" for i in range(len(args))], f"; with this rule it is rewired({before}*args)"
+            require_call("the function that is rewired", self.function, names, hint)
             raise
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
@@ -258,7 +253,7 @@ def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any
             nonlocal port, number
             number += 1
             here, count = fold(key, number), len(step.outvars)
-            with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext():
+            with jaxprs.where_it_stands(step.eqn) if step.eqn else contextlib.nullcontext():
                 if step.site is not None:
                     mine = None if params is None else params[step.site.name]
                     output, made = _rewired(step.site, rule, empty)(here, mine, *(values[i] for i in step.order))
@@ -311,16 +306,11 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
         (key, params, memory), (message, result) = memory, message
         propagator: Any = rule.at(site._replace(key=key), params)
         messages = propagator.backward(memory, message, *([result] if rule.direct else []))
-        if not isinstance(messages, tuple) or len(messages) != len(site.inputs) + (rule.init is not None):
-            update = "the update of its parameters and " if rule.init is not None else ""
-            raise TypeError(
-                f"the rule's backward at the site {site} must return a tuple of {update}a message for each of the "
-                f"{len(site.inputs)} inputs, got {describe(messages)}. None stands for no message."
-            )
-        params = () if rule.init is None else (params,)
-        where = f" of the site {site}" + " (input 0 is the rule's parameters)" * len(params)
-        messages = check_messages(messages, form_of((*params, *site.inputs)), where)
-        return (None, *messages) if rule.init is not None else (None, None, *messages)
+        where = f" of the site {site}"
+        if rule.init is None:
+            return None, None, *check_messages(messages, form_of(site.inputs), where)
+        where += " (input 0 is the rule's parameters, and its message their update)"
+        return None, *check_messages(messages, form_of((params, *site.inputs)), where)
 
     return node(first_order(Propagator(forward, backward), _SECOND.format(site=site.name)))
 

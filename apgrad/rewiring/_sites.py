@@ -79,7 +79,6 @@ class PlanStep(NamedTuple):
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
-    scope: str
     eqn: Any = None
     site: ProgramSite | None = None
     order: Sequence[int] = ()  # for a site, the numbers of the inputs in the order in which its function takes them
@@ -102,7 +101,7 @@ class Planner:
         outputs = list(dict.fromkeys(jaxprs.variables(jaxpr.outvars)))
         inside = jaxprs.part(jaxpr.eqns, jaxpr.invars, outputs, program)
         function = lambda *inputs: jaxprs.evaluate(inside, inputs, _run)
-        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, outputs, ""), function)
+        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, outputs), function)
         return self.plan(program, facts, "") if step is None else jaxprs.part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
@@ -134,7 +133,7 @@ class Planner:
         function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
-        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
+        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs), function)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
         known.update(zip(outputs, flow(program, facts, through, merged, constant), strict=True))
@@ -142,9 +141,8 @@ class Planner:
 
     def _equation(self, eqn, known, where) -> PlanStep:
         facts = [constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
-        scope = jaxprs.scope(eqn)
-        around = jaxprs.join(where, jaxprs.plain_scope(scope))
-        step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
+        around = jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
+        step = PlanStep(eqn.invars, eqn.outvars, eqn)
         inputs = list(dict.fromkeys(jaxprs.variables(eqn.invars)))
         made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, merged, constant)
         known.update(zip(eqn.outvars, made, strict=True))
