@@ -105,6 +105,26 @@ def test_every_public_name_is_in_the_api_reference():
 
 
 @pytest.mark.quick
+def test_public_functions_and_methods_document_their_arguments():
+    """A method where one class of its part documents the method of this name."""
+    entries, found = {}, []
+    for name, value in documented():
+        for own, function in (vars(value) if inspect.isclass(value) else {"": value}).items():
+            function = inspect.unwrap(getattr(function, "__func__", function))
+            if own.startswith("_") or not inspect.isfunction(function):
+                continue
+            section = re.search(r"^Args:\n((?:  .*\n|\n)*)", (inspect.getdoc(function) or "") + "\n", re.MULTILINE)
+            named = set(re.findall(r"^  \*{0,2}(\w+): ", section[1] if section else "", re.MULTILINE))
+            place = (function.__module__.split(".")[1], own)
+            found.append((name, place, set(inspect.signature(function).parameters) - {"self", "cls"} - named))
+            entries.setdefault(place, set()).update(named)
+    assert len(found) > 200
+    for name, place, without in found:
+        missing = without - (entries[place] if place[1] else set())
+        assert not missing, (name, place[1], sorted(missing))
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(path):
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
