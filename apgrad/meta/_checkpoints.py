@@ -4,6 +4,7 @@ Orbax renames a finished checkpoint into its place. It stores no array of size 0
 joins the names of nested keys: so arrays are stored by number, with a name, shape, dtype and checksum of each beside.
 """
 
+import contextlib
 import json
 import zlib
 from pathlib import Path
@@ -17,7 +18,7 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.files import named_leaves
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """A folder of checkpoints, numbered by step, of which the last two stay.
 
     Args:
@@ -40,9 +41,6 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         handler = ocp.StandardCheckpointHandler()
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handler)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()

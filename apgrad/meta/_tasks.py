@@ -148,9 +148,8 @@ def sinusoid(
 
     def draw(key):
         a, p = jax.random.split(key)
-        low, high = amplitude
-        size = jax.random.uniform(a, (), float, low, high) if high > low else jnp.asarray(low, float)
-        return {"amplitude": size, "phase": jax.random.uniform(p, (), float, *phase)}
+        uniform = lambda key, ends: jax.random.uniform(key, (), float, *ends)
+        return {"amplitude": uniform(a, amplitude), "phase": uniform(p, phase)}
 
     def target(task, x):
         return task["amplitude"] * jnp.sin(x + task["phase"])
