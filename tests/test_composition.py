@@ -12,7 +12,6 @@ import apgrad as ap
 from apgrad import mplp
 from apgrad._programs.jaxprs import all_equations
 from apgrad.mplp.rules import _whitening as whitening
-from tests import devices
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -112,24 +111,6 @@ def test_tracing_takes_the_way_back_that_a_rule_made_linear_and_refuses_another(
     refused(TypeError, "no second derivative of a rewired", jax.eval_shape, jax.hessian(rewired), WEIGHTS)
     clipped = ap.rewire(lambda w: jnp.sum(jnp.tanh(w[0])), ap.rewiring.clip_messages(1.0, where="tanh"))
     refused(TypeError, "no sum over edges", jax.eval_shape, ap.semiring_grad(clipped, semirings[1]), WEIGHTS)
-
-
-SHARDED = """
-step = lambda theta, s: (jnp.sin(theta * s), s**2)
-problem = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 3)
-def gradient(mesh):
-    outer = meta.batched(meta.perturbed(problem, unrolls=4), 16, mesh=mesh)
-    return float(jax.jit(lambda theta: outer(theta, jax.random.key(0))[1])(np.float32(2.0)))
-many, one = gradient(jax.make_mesh((jax.device_count(),), ("tasks",))), gradient(None)
-assert jax.device_count() == 8 and abs(many - one) < 1e-5 * abs(one), (many, one)
-print("agree in", jax.process_count(), "processes")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2])
-def test_meta_training_by_total_propagation_is_the_same_on_eight_devices(processes):
-    assert devices.run(SHARDED, 8, processes) == [f"agree in {processes} processes"] * processes
 
 
 def training(key, x):

@@ -300,6 +300,7 @@ def average(outers: Iterable[OuterGradient], weights: Sequence[float] | None = N
         shares = [w / sum(weights) for w in weights]
         mix = lambda *xs: functools.reduce(jnp.add, [s * x for s, x in zip(shares, xs, strict=True)])
         losses, gradients, carries = zip(*results, strict=True)
-        return mix(*losses), jax.tree.map(mix, *gradients), carries
+        trained = [partition(gradient)[0] for gradient in gradients]
+        return mix(*losses), with_zeros(jax.tree.map(mix, *trained), partition(theta)[1]), carries
 
     return OuterGradient(init, estimate)

@@ -4,8 +4,6 @@ The inner problem is gradient descent at rate theta on a s^2 / 2 from s_0: s_t =
 l_t = s_t^2 / 2. So L = s_0^2 / 2 sum_t (1 - theta a)^{2 t}, a polynomial: its Gaussian smoothings are exact too.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
-from apgrad.meta._partition import is_fixed
 from experiments import outer_gradients
 from tests.refusals import refused
 
@@ -151,11 +148,9 @@ def test_what_is_kept_from_call_to_call_must_be_handed_on(name):
     kept = ALL[name](LINE)
     args, (two, three) = (jnp.float32(1.0), jax.random.key(0)), (meta.batched(kept, n) for n in (2, 3))
     for outer in (kept, meta.clipped(kept), two, meta.average([meta.reverse_mode(LINE), kept])):
-        words = r"keeps \d+ arrays .* Begin with carry = outer.init\(theta, key\)"
-        refused(ValueError, words, jax.eval_shape, outer, *args)
+        refused(ValueError, r"keeps \d+ arrays .* carry = outer\.init", jax.eval_shape, outer, *args)
     for outer, other in ((two, kept), (kept, two), (two, three)):
-        words = r"the carry of this .* shapes \[.*, got \[.*meta\.batched\(outer, count\)"
-        refused(ValueError, words, jax.eval_shape, outer, *args, jax.eval_shape(other.init, *args))
+        refused(ValueError, r"shapes \[.*, got \[", jax.eval_shape, outer, *args, jax.eval_shape(other.init, *args))
 
 
 def test_a_start_is_compiled_once_and_has_the_dtypes_of_later_carries():
@@ -228,6 +223,8 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
         (r"theta\['n'\] is int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
         (r"theta\['n'\] is int\b", LINE, {"x": 1.0, "n": 1}),
         (r"theta\['n'\] is str", LINE, {"x": 1.0, "n": "relu"}),
+        (r"theta is bool", LINE, jnp.ones(2, bool)),
+        (r"theta is complex64", LINE, jnp.ones(2, complex)),
     ]
     for message, problem, theta in cases:
         of = lambda key, p=problem, theta=theta: first(ALL[name](p), theta, key)
@@ -260,15 +257,6 @@ def test_an_evolution_gradient_in_half_precision_is_finite_though_its_slope_is_n
     assert jnp.isfinite(half).all() and jnp.abs(single).max() < 65504
 
 
-def test_a_fixed_integer_is_no_part_of_what_is_trained():
-    problem = LINE._replace(step=lambda th, s: (s, th["rate"] * th["n"][...].astype(jnp.float32)))
-    problem = problem._replace(final=lambda th, s: 0 * th["rate"])
-    theta = {"rate": jnp.float32(1.0), "n": nnx.Variable(jnp.ones((), int))}
-    for make in (*ALL.values(), lambda problem: meta.clipped(meta.reverse_mode(problem))):
-        _, gradient, _ = jax.eval_shape(functools.partial(first, make(problem)), theta, jax.random.key(0))
-        assert jax.tree.structure(gradient) == jax.tree.structure(theta)
-
-
 WRAPS = [lambda o: o, meta.clipped, lambda o: meta.average([o, o]), lambda o: meta.batched(o, 2)]
 
 
@@ -280,12 +268,10 @@ def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
 
     ones, key = jnp.ones(3), jax.random.key(0)
     for gradient in (jnp.ones(1), jnp.ones(()), (ones,)):
-        words = r"has theta's structure and shapes: theta has \(3,\), .*returned"
-        refused(TypeError, words, wrapped(jnp.sum, gradient), ones, key)
+        refused(TypeError, r"theta has \(3,\), .*returned", wrapped(jnp.sum, gradient), ones, key)
     two = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (jnp.sum(theta), ones))
     refused(TypeError, r"returns \(loss, gradient, carry\), got a tuple of 2", wrap(two), ones, key)
-    words = r"the loss of an outer gradient is a real scalar, got float32\(3,\)"
-    refused(TypeError, words, wrapped(lambda theta: theta, ones), ones, key)
+    refused(TypeError, r"is a real scalar, got float32\(3,\)", wrapped(lambda theta: theta, ones), ones, key)
 
 
 @pytest.mark.parametrize("length, segment", [(5, 2), (3, 6), (0, 1), (-2, 1)])
@@ -299,10 +285,10 @@ def test_noise_is_added_to_floating_point_numbers_alone():
     """A counter in the state would become a float with noise."""
     step = lambda theta, s: ({"x": theta * s["x"], "n": s["n"] + 1}, s["x"] ** 2)
     problem = meta.Problem(lambda th, key: {"x": jnp.ones(()), "n": 0}, step, lambda th, s: s["x"] ** 2, 2)
-    with pytest.raises(TypeError, match=r"the state\['n'\] is int32. Say by the problem's `perturb`"):
-        jax.eval_shape(meta.perturbed(problem), jnp.float32(1.0), jax.random.key(0))
+    args = jnp.float32(1.0), jax.random.key(0)
+    refused(TypeError, r"the state\['n'\] is int32", jax.eval_shape, meta.perturbed(problem), *args)
     part = (lambda s: s["x"], lambda s, x: s | {"x": x})
-    jax.eval_shape(meta.perturbed(problem._replace(perturb=part), unrolls=2), jnp.float32(1.0), jax.random.key(0))
+    jax.eval_shape(meta.perturbed(problem._replace(perturb=part), unrolls=2), *args)
 
 
 def test_forward_mode_differentiates_message_passing():
@@ -320,8 +306,8 @@ def test_forward_mode_says_what_it_cannot_differentiate():
     """While it is traced, in words of its own."""
     halved = ap.node(ap.backpropagation(lambda x: x / 2))
     problem = meta.Problem(lambda theta, key: theta, lambda theta, s: (halved(s), s), lambda theta, s: s, 2)
-    with pytest.raises(TypeError, match=r"forward_mode cannot differentiate this unroll.*Nodes are such functions"):
-        jax.eval_shape(meta.forward_mode(problem), jnp.float32(1.0), jax.random.key(0))
+    args = jnp.float32(1.0), jax.random.key(0)
+    refused(TypeError, "forward_mode cannot .*Nodes are", jax.eval_shape, meta.forward_mode(problem), *args)
 
 
 def test_rematerialised_unrolls_remember_less():
@@ -342,87 +328,57 @@ def test_rematerialised_unrolls_remember_less():
     assert temporaries(True) < temporaries(False) / 3
 
 
-TASK = meta.sinusoid(sizes=(1, 1), batch=4, held_out=5)
-FORMS = jax.eval_shape(lambda key: (TASK.prior(key), TASK.batch(TASK.draw(key), key)), jax.random.key(0))
-SITES = mplp.sites(TASK.network, *FORMS)
-SMALL = {"message_size": 2, "hidden": 2, "layers": (3,), "cell": "mlp", "share": True}
-RULES = {
-    "per synapse": lambda: mplp.PerSynapse(SITES, **SMALL, rngs=nnx.Rngs(0)),
-    "thesis, fixed rate": lambda: mplp.Thesis(SITES, message_size=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
-}
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_training_leaves_what_is_fixed_alone():
+    """In two steps by an outer gradient that perturbs and an optimizer that decays all that they are given."""
+    task, key = meta.sinusoid(sizes=(1, 1), batch=4, held_out=5), jax.random.key(0)
+    sites = mplp.sites(task.network, task.prior(key), task.batch(task.draw(key), key))
+    rule = mplp.Thesis(sites, message_size=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0))
+    # An addition of zero loses the sign of a negative zero.
+    theta = {"rule": rule, "fixed": nnx.BatchStat(jnp.array([-0.0, 3.0])), "none": None, "prior": [jnp.ones(2)]}
+
+    def step(theta, s):  # its losses depend on every number, also on those that are fixed
+        s = 0.5 * jnp.sin(s) + sum(jnp.mean(jnp.sin(x + 0.3)) for x in jax.tree.leaves(theta))
+        return s, jnp.sum(s**2)
+
+    problem = meta.Problem(lambda theta, key: jnp.ones(2), step, lambda theta, s: jnp.sum(s), 2)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.5))
+    with jax.numpy_dtype_promotion("standard"):  # which optax's adamw needs
+        done = meta.train(meta.evolution(problem), optimizer, theta, jax.random.key(3), 2, every=2, progress=False)
+    (trained, fixed), (moved, stayed) = meta.partition(theta), meta.partition(done.theta)
+    assert int(done.skipped) == 0 and bits(stayed) == bits(fixed) and len(bits(fixed)) == 2
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(trained), strict=True):
+        assert jnp.any(a != b)
+    assert jax.tree.structure(done.theta) == jax.tree.structure(theta)
+    assert bits(meta.merge(trained, fixed)) == bits(theta) and len(bits(trained)) + 2 == len(bits(theta))
+
+
 OUTER = ALL | {
     "batched": lambda p: meta.batched(meta.clipped(meta.truncated(p, 1)), 2),
     "average": lambda p: meta.average([meta.evolution(p), meta.reverse_mode(p)]),
 }
 
 
-def fixed_values(theta):
-    return [x[...] for x in jax.tree.leaves(theta, is_leaf=is_fixed) if is_fixed(x)]
-
-
-def rule_of(name):
-    """A rule with values that no accident keeps: also a negative zero, whose sign an addition of zero loses."""
-    rng = np.random.default_rng(0)
-    rule = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.standard_normal(x.shape), x.dtype), RULES[name]())
-    for x in jax.tree.leaves(rule, is_leaf=is_fixed):
-        if is_fixed(x) and x[...].size > 1:
-            x[...] = x[...].at[0].set(-0.0)
-    return rule
-
-
-def bits(values):
-    return [np.asarray(x).tobytes() for x in values]
-
-
-PER_SYNAPSE = pytest.param("per synapse", False, marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize(("name", "learns"), [PER_SYNAPSE, ("thesis, fixed rate", True)])
-def test_training_leaves_it_alone(name, learns):
-    """In two steps by an outer gradient that perturbs and an optimizer that decays all that they are given."""
-    rule = rule_of(name)
-
-    def step(theta, s):  # its losses depend on every number of the rule, also on those that are fixed
-        s = 0.5 * jnp.sin(s) + sum(jnp.mean(jnp.sin(x + 0.3)) for x in jax.tree.leaves(theta))
-        return s, jnp.sum(s**2)
-
-    problem = meta.Problem(lambda theta, key: jnp.ones(2), step, lambda theta, s: jnp.sum(s), 2)
-    if learns:
-        problem = meta.inner_problem(TASK, meta.message_passing(TASK.network), 1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.5))
-    with jax.numpy_dtype_promotion("standard"):  # which optax's adamw needs
-        done = meta.train(meta.evolution(problem), optimizer, rule, jax.random.key(3), 2, every=2, progress=False)
-    assert int(done.skipped) == 0 and fixed_values(rule)
-    assert bits(fixed_values(done.theta)) == bits(fixed_values(rule))
-    assert jax.tree.structure(done.theta) == jax.tree.structure(rule)
-    for a, b in zip(*(jax.tree.leaves(meta.partition(x)[0]) for x in (done.theta, rule)), strict=True):
-        assert jnp.any(a != b)  # what is trained has moved, all of it
-
-
 @pytest.mark.parametrize("name", OUTER)
-def test_the_loss_sees_it_and_the_gradient_has_zeros(name):
-    """A recurrence whose loss depends on a fixed number, without a stop_gradient in it."""
-    theta = {"w": jnp.ones(3), "fixed": nnx.BatchStat(jnp.asarray([2.0, 3.0]))}
+def test_the_loss_sees_what_is_fixed_and_the_gradient_has_zeros(name):
+    """A recurrence whose loss depends on fixed numbers, an integer too, without a stop_gradient in it."""
+    fixed = {"numbers": nnx.BatchStat(jnp.asarray([2.0, 3.0])), "count": nnx.Variable(jnp.ones((), int))}
     seen = []
 
     def step(theta, s):
-        jax.debug.callback(lambda x: seen.append(np.asarray(x)), theta["fixed"][...])
-        s = 0.5 * s * theta["fixed"][...][0] * jnp.mean(theta["w"])
-        return s, jnp.sum(theta["fixed"][...] * s)
+        numbers, count = (theta["fixed"][name][...] for name in ("numbers", "count"))
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), numbers)
+        s = 0.5 * s * numbers[0] * jnp.mean(theta["w"])
+        return s, count.astype(float) * jnp.sum(numbers * s)
 
     outer = OUTER[name](meta.Problem(lambda theta, key: jnp.ones(2), step, lambda theta, s: jnp.sum(s), 2))
+    theta = {"w": jnp.ones(3), "fixed": fixed}
     _, gradient, _ = jax.jit(lambda theta, key: outer(theta, key, outer.init(theta, key)))(theta, jax.random.key(0))
     jax.block_until_ready(gradient)
     jax.effects_barrier()
-    assert bits([gradient["fixed"][...]]) == bits([jnp.zeros(2)])
+    assert bits(gradient["fixed"]) == bits(jax.tree.map(jnp.zeros_like, fixed))
     assert jnp.all(gradient["w"] != 0)
     assert seen and all(np.array_equal(x, [2.0, 3.0]) for one in seen for x in one.reshape(-1, 2))
-
-
-def test_parts_make_the_whole():
-    theta = {"rule": rule_of("per synapse"), "none": None, "prior": [jnp.ones(2)]}
-    parts = meta.partition(theta)
-    assert sum(len(jax.tree.leaves(part)) for part in parts) == len(jax.tree.leaves(theta))
-    whole = meta.merge(*parts)
-    assert jax.tree.structure(whole) == jax.tree.structure(theta)
-    assert bits(jax.tree.leaves(whole)) == bits(jax.tree.leaves(theta))

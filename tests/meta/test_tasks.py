@@ -86,8 +86,7 @@ def test_accuracy_is_of_one_hot_targets_and_two_classes_or_more():
         network, prior = meta.mlp((2, outputs), jnp.tanh, mplp.squared_error)
         task = meta.sinusoid()._replace(network=network)
         call = lambda key, task=task, prior=prior, y=y: meta.accuracy(task, prior(key), (x, y))
-        words = rf"\(batch, classes\).*got \(4, {outputs}\) and .*one_hot"
-        refused(ValueError, words, jax.eval_shape, call, jax.random.key(0))
+        refused(ValueError, rf"got \(4, {outputs}\) and .*one_hot", jax.eval_shape, call, jax.random.key(0))
 
 
 def test_a_pool_has_so_many_members():
