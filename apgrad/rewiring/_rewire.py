@@ -143,10 +143,10 @@ class Rewired:
         """
         planner = self._plan(args)[1]
         self._require_each_taken(planner, args)
-        init = self.rule.init
-        if init is not None:
-            _warn_idle(self.rule, planner)
-        return {} if init is None else {site.name: init(site) for site in planner.taken}
+        if self.rule.init is None:
+            return {}
+        _warn_idle(self.rule, planner)
+        return {site.name: self.rule.init(site) for site in planner.taken}
 
     def sites(self, *args: Any) -> list[ProgramSite]:
         """The sites that were offered to the rule, in the order of the program.

@@ -246,31 +246,12 @@ def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
 
 
-def test_modules_that_change_themselves_are_rewired_as_a_function_of_their_state():
-
-    class Noisy(nnx.Module):
-        def __init__(self, layer, rngs):
-            self.linear, self.layer = nnx.Linear(3, 3, rngs=rngs), layer
-
-        def __call__(self, x):
-            return self.layer(self.linear(x))
-
-    rule = rebuilding(("dense",))[0]
-    for transform in (nnx.remat, nnx.jit):  # they write back what was there
+def test_modules_that_write_back_what_was_there_are_rewired():
+    for transform in (nnx.remat, nnx.jit):
         model, call = Net(nnx.Rngs(0)), transform(lambda model, x: model(x))
-        gradients = [jax.grad(lambda m, f=f: jnp.sum(f(m, X) ** 2))(model) for f in (ap.rewire(call, rule), call)]
+        rewired = ap.rewire(call, rebuilding(("dense",))[0])
+        gradients = [jax.grad(lambda m, f=f: jnp.sum(f(m, X) ** 2))(model) for f in (rewired, call)]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *gradients)
-    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
-        model = Noisy(layer, nnx.Rngs(0))
-        graph, params, state = nnx.split(model, nnx.Param, ...)
-
-        def pure(params, state, x, graph=graph):
-            model = nnx.merge(graph, params, state, copy=True)
-            return model(x), nnx.state(model, nnx.Not(nnx.Param))
-
-        got, expected = (f(params, state, X) for f in (ap.rewire(pure, rule), pure))
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jnp.asarray, (a, b))), got[0], expected[0])
-        assert len(jax.tree.leaves(got[1])) == len(jax.tree.leaves(state))
 
 
 def test_the_message_of_the_output_under_vmap_is_each_examples_own():
@@ -343,7 +324,7 @@ def test_parameters_of_another_form_are_refused(rule):
     make = getattr(ap.rewiring, rule)
     rewired = ap.rewire(lambda w, x: x @ w, make() if rule == "synthetic_gradients" else make(KEY))
     params = rewired.init(W, X)
-    words, half = r"parameters at the site dot_general\[0\] are .* is expected", lambda b: b.astype(jnp.bfloat16)
+    half = lambda b: b.astype(jnp.bfloat16)
     for change in (lambda b: b[:2], jnp.ravel, lambda b: jnp.float32(1), half, lambda b: (b, b)):
-        refused(ValueError, words, jax.eval_shape, rewired, jax.tree.map(change, params), W, X)
+        refused(ValueError, "is expected", jax.eval_shape, rewired, jax.tree.map(change, params), W, X)
     assert rewired(jax.tree.map(np.asarray, params), W, X).shape == (4, 3)

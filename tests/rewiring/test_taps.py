@@ -17,19 +17,6 @@ def close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def recurrent(step):
-    """A loss of a recurrence whose states are offset by `offsets`: its derivative is what the tap must see."""
-
-    def loss(w, offsets, wrap):
-        def body(h, x):
-            h = step(w, h, x[0]) + x[1]
-            return ap.tap(h, "state"), None
-
-        return jnp.sum(jax.lax.scan(wrap(body), jnp.ones(3), (XS, offsets))[0] ** 2)
-
-    return loss
-
-
 WRAPS = {
     "plain": lambda body: body,
     "jit": jax.jit,
@@ -41,9 +28,13 @@ WRAPS = {
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_messages_in_a_scan_are_derivatives_with_respect_to_the_states(wrap):
-    loss = recurrent(lambda w, h, x: jnp.tanh(h @ w + x))
-    zeros = jnp.zeros_like(XS)
-    gradient = jax.grad(lambda w, offsets: loss(w, offsets, WRAPS[wrap]), argnums=(0, 1))
+    """Which are offset: the derivative with respect to the offsets is what the tap must see."""
+
+    def loss(w, offsets):
+        body = lambda h, x: (ap.tap(jnp.tanh(h @ w + x[0]) + x[1], "state"), None)
+        return jnp.sum(jax.lax.scan(WRAPS[wrap](body), jnp.ones(3), (XS, offsets))[0] ** 2)
+
+    zeros, gradient = jnp.zeros_like(XS), jax.grad(loss, argnums=(0, 1))
     (to_w, to_states), taps = jax.jit(ap.with_taps(gradient))(W, zeros)
     close(taps["state"].message, to_states)
     np.testing.assert_array_equal(to_w, jax.jit(gradient)(W, zeros)[0])
