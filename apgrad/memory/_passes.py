@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._ground.keys import again, hashed
+from apgrad._ground.messages import Static
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
@@ -43,25 +44,17 @@ def remembering(count: int, plain: Function, forward: Function, backward: Functi
         if not chosen:
             return plain(*inputs), None
         outputs, memory, *known = forward(key, inputs, chosen)
-        return outputs, (memory, key, _Traced(chosen, *known))
+        return outputs, (memory, key, Static(lambda: (chosen, *known)))  # equal if it is the same function
 
     def back(memory, messages):
         answers: list[Any] = [None] * count
         if memory is not None:
-            memory, key, (chosen, *known) = memory[0], again(memory[1]), memory[2].value
+            memory, key, (chosen, *known) = memory[0], again(memory[1]), memory[2].value()
             answers = jaxprs.place(backward(key, memory, inexact(messages), chosen, *known), chosen, answers)
         return (None, *answers)
 
     call = node(Propagator(run, back), perturbed=True)
     return lambda key, *inputs: list(call(key, *inputs))
-
-
-@jax.tree_util.register_static
-class _Traced:
-    """Values that a backward pass has from the trace of its forward pass; equal if they are the same object."""
-
-    def __init__(self, *value: Any):
-        self.value = value
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -115,7 +108,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     for step in gradients_first(made.steps):
         inputs = step_inputs(step)
         present = {i: values[v] for i, v in enumerate(inputs) if not isinstance(v, Literal) and i not in step.uses}
-        needed = [s for use in step.uses.values() if use.again is None for s in use.slots]
+        needed = [s for use in step.uses.values() if not use.again for s in use.slots.values()]
         copies = not spread.isdisjoint(jaxprs.variables(inputs))
         slots = {s: memory[s] for s in needed if _waits(made.slots[s], copies)}
         drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
@@ -123,17 +116,19 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             drawn, slots, present = _together(drawn, slots, present)
         elif slots:
             slots, present = jax.lax.optimization_barrier((slots, present))
-        axis = _commutes(made, step)
-        coefficients = {}
+        coefficients, small, axis = {}, (), _commutes(made, step)
         for i, use in step.uses.items():
-            if use.again is not None:
-                held = {s: restore(drawn, s, memory[s]) for s in use.slots}
-                coefficients[i], present = _evaluated_again(use, held, computed, present)
+            if axis:
+                (slot,) = use.slots.values()
+                small = slots[slot] if isinstance(slots[slot], tuple) else (slots[slot],)
+                coefficients[i] = small[0]
                 continue
-            kept = [slots.get(s, memory[s]) for s in use.slots]
-            coefficients[i] = (
-                _first(kept[0])[0] if axis else use.replay(*map(restore, [drawn] * len(kept), use.slots, kept))
-            )
+            arrays = {v: restore(drawn, s, slots.get(s, memory[s])) for v, s in use.slots.items()}
+            if use.again:
+                arrays, present = _evaluated_again(use, arrays, computed, present)
+            else:
+                jaxprs.run_all(use.eqns, arrays)
+            coefficients[i] = _final(use.var, arrays)
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * coefficients[1].astype(out[0].aval.dtype)]
@@ -142,12 +137,10 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             arguments = [v.val if isinstance(v, Literal) else given[i] for i, v in enumerate(inputs)]
             found = jaxprs.caller(step.eqn)(*arguments)
         if axis:
-            (slot,) = (use.slots[0] for use in step.uses.values())
-            like = out[0].aval
-            sampler = made.slots[slot].sampler
-            others = _first(slots[slot])[1]
-            small = (found[0], *others[:1]) if others else found[0]
-            found = [_restored(sampler, like.shape, like.dtype, drawn[slot], small, axis - 1)]
+            ((slot, drawn_key),) = drawn.items()
+            like, sampler = out[0].aval, made.slots[slot].sampler
+            product = (found[0], small[1]) if len(small) > 1 else found[0]
+            found = [_restored(sampler, like.shape, like.dtype, drawn_key, product, axis - 1)]
         if step.last:
             # Flat, as layouts pass barriers: XLA for the CPU dies of some layouts of products in branches under vmap.
             flat = [jnp.reshape(x, -1) for x in found]
@@ -158,20 +151,17 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     return [_final(v, values) for v in jaxpr.outvars]
 
 
-def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict[Any, Any], present: Any):
-    """A coefficient from what is computed already and what is remembered, once the messages are there; and these."""
-    assert use.again is not None
-    var, leaves, eqns = use.again
-    if var not in computed:
-        missing = jaxprs.needed(eqns, [var], computed)
-        wanted = {v for eqn in missing for v in eqn.invars if not isinstance(v, Literal)}
-        kept = {i: memory[s] for i, (v, s) in enumerate(zip(leaves, use.slots, strict=True)) if v in wanted}
-        held = {i: x for i, x in kept.items() if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
-        held, present = jax.lax.optimization_barrier((held, present))
-        values = computed | {leaves[i]: x for i, x in (kept | held).items()}
+def _evaluated_again(use: CoefficientUse, arrays: dict[Any, Any], computed: dict[Any, Any], present: Any):
+    """What is computed, now with a coefficient from it and from arrays, once the messages are there; and these."""
+    if use.var not in computed:
+        missing = jaxprs.needed(use.eqns, [use.var], computed)
+        wanted = {v for eqn in missing for v in jaxprs.variables(eqn.invars)}
+        late = [v for v, x in arrays.items() if v in wanted and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+        held, present = jax.lax.optimization_barrier(([arrays[v] for v in late], present))
+        values = computed | arrays | dict(zip(late, held, strict=True))
         jaxprs.run_all(missing, values)
         computed |= {v: values[v] for eqn in missing for v in eqn.outvars}
-    return computed[var], present
+    return computed, present
 
 
 def _waits(slot: Slot, copies: bool) -> bool:
@@ -235,7 +225,7 @@ def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
     if step.root is not None or step.eqn.primitive.name != "dot_general" or len(step.uses) != 1:
         return 0
     ((i, use),) = step.uses.items()
-    if not use.direct or not getattr(made.slots[use.slots[0]].sampler, "shared", False):
+    if use.eqns or not any(getattr(made.slots[s].sampler, "shared", False) for s in use.slots.values()):
         return 0
     contracted, batch = (part[i] for part in jaxprs.Parameters(step.eqn)["dimension_numbers"])
     size = step.eqn.invars[i].aval.ndim
@@ -243,10 +233,6 @@ def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
         return 0
     # Of the output's axes, the left operand's free ones come after the batch, then the right one's.
     return size - len(contracted) if i == 0 else step.eqn.outvars[0].aval.ndim
-
-
-def _first(memory: Any) -> tuple[Any, tuple[Any, ...]]:
-    return (memory[0], memory[1:]) if isinstance(memory, tuple) else (memory, ())
 
 
 def _final(v, values):

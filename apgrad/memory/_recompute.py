@@ -86,10 +86,9 @@ class _Stretch:
         self.taken = {id(eqn): jaxprs.variables(eqn.invars) for eqn in jaxpr.eqns}
         self.count = plan.slots[0].coefficient.count
         self.number = {v: i for i, v in enumerate(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         # What somebody else keeps costs nothing, and what a scan has packed, which its own stretch counts.
         self.free = {*jaxpr.constvars, *(slot.var for slot in plan.slots if slot.how in ("live", "nested"))}
-        self.inputs = {*jaxpr.invars, *jaxpr.constvars}
         self.wanted = [slot.var for slot in plan.slots if slot.how != "live"]
         self.coefficients = set(self.wanted)
         self.outputs, self.gradients = jaxpr.outvars[: plan.outputs], jaxprs.variables(plan.pullback.jaxpr.outvars)
@@ -98,21 +97,20 @@ class _Stretch:
                 step.eqn.primitive.name if step.root is None else "mul",
                 step.eqn.outvars,
                 jaxprs.variables(v for i, v in enumerate(step_inputs(step)) if i not in step.uses),
-                [plan.slots[slot].var for use in step.uses.values() for slot in use.slots],
+                [plan.slots[slot].var for use in step.uses.values() for slot in use.slots.values()],
             )
             for step in gradients_first(plan.steps)
         ]
         largest = max((self.bytes(v, False) for v in self.wanted), default=0)
         # Control flow is never run again; what is small beside the largest array stays.
-        self.always = {
-            v for v, e in self.maker.items() if self.bytes(v, False) * _SMALL <= largest or is_control_flow(e)
-        }
+        self.always = {*jaxpr.invars, *jaxpr.constvars}
+        self.always |= {v for v, e in maker.items() if self.bytes(v, False) * _SMALL <= largest or is_control_flow(e)}
 
     def choices(self) -> list[Kept]:
         forward = sum(map(work, self.plan.forward.jaxpr.eqns)) * self.count
         kept = self.count * sum(self.bytes(v, True) for v in self.coefficients - self.free)
         every = Kept(float(kept), 0.0, 0.0, {}, forward)
-        eqns = jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, self.always | self.inputs)
+        eqns = self._missing(())
         density = {v: work(e) / max(self.bytes(v, False), 1) for e in eqns for v in e.outvars}
         products = [v for e in eqns if e.primitive.name in PRODUCT for v in e.outvars]
         prices = sorted({density[v] for v in products}, reverse=True)
@@ -129,16 +127,14 @@ class _Stretch:
             candidates += [set(s) for n in range(len(few)) for s in itertools.combinations(few, n)]
         return _undominated([every, *map(self._choice, dict.fromkeys(map(frozenset, candidates)))])
 
-    def _again(self, stays: Collection[Any]) -> list[Any]:
-        return jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, {*stays, *self.always, *self.inputs})
-
-    def _bytes(self, eqn: Any) -> int:
-        return sum(self.bytes(v, False) for v in eqn.outvars if v in self.coefficients)
+    def _missing(self, stays: Collection[Any]) -> list[Any]:
+        return jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, {*stays, *self.always})
 
     def _cut(self, stays: set[Any], groups: int) -> set[Any]:
         """The variables that cross `groups - 1` cuts of what is computed again."""
-        eqns = self._again(stays)
-        total = list(itertools.accumulate(map(self._bytes, eqns)))
+        eqns = self._missing(stays)
+        sizes = [sum(self.bytes(v, False) for v in eqn.outvars if v in self.coefficients) for eqn in eqns]
+        total = list(itertools.accumulate(sizes))
         last: dict[Any, int] = {}
         for i, eqn in enumerate(eqns):
             last |= dict.fromkeys(jaxprs.variables(eqn.invars), i)
@@ -158,7 +154,7 @@ class _Stretch:
         return found
 
     def _choice(self, stays: Collection[Any]) -> Kept:
-        eqns, known = self._again(stays), {*stays, *self.always, *self.inputs}
+        eqns, known = self._missing(stays), {*stays, *self.always}
         first: dict[Any, int] = {}  # of a variable, the first step that it is computed again for
         for i, (_, _, _, wanted) in enumerate(self.steps):
             for v in wanted:

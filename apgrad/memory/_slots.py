@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,10 +67,10 @@ class Coefficient(NamedTuple):
 class CoefficientUse(NamedTuple):
     """A coefficient that a backward equation takes, and the memory that it is made of."""
 
-    slots: tuple[int, ...]  # numbers of the slots that are needed
-    replay: Callable[..., Any]  # (values of these slots) -> coefficient
-    direct: bool = False  # whether the coefficient is the very array that was remembered
-    again: tuple[Any, tuple[Any, ...], list[Any]] | None = None  # coefficient, arrays of the slots, equations between
+    var: Any
+    slots: dict[Any, int]  # the numbers of the slots that are needed, by their arrays
+    eqns: list[Any]  # which make the coefficient of these arrays
+    again: bool = False  # whether what they compute stays for other coefficients
 
 
 class Slot(NamedTuple):
@@ -124,27 +124,24 @@ class SlotMaker:
         `ancestors`. It may be `linear` in the coefficient, and `last`: its messages go to arguments only.
         """
         if isinstance(var, Literal):
-            aval: Any = var.aval
-            return CoefficientUse((), lambda: jnp.asarray(var.val, aval.dtype))
+            return CoefficientUse(var, {}, [])
         if self.stays is not None:
             eqns = jaxprs.needed(self.eqns, [var], self.stays)
             inside = {v for e in eqns for v in e.outvars}
             needed = [v for e in eqns for v in jaxprs.variables(e.invars)] or [var]
-            leaves = list(dict.fromkeys(v for v in needed if v not in inside))
-            again = (var, tuple(leaves), eqns) if eqns else None
-            return CoefficientUse(tuple(map(self._exact, leaves)), self._replay(var, leaves), not eqns, again)
+            return CoefficientUse(var, {v: self._exact(v) for v in needed if v not in inside}, eqns, again=bool(eqns))
         (cost, leaves), source = self._leaves(var), self._source(var)
         order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
         may = linear and cost * 4 > array_bytes(source.aval)
         sampler = self._sampler(source, last, name, eqn, order) if may else None
         if sampler is None:
-            return CoefficientUse(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
+            return CoefficientUse(var, {v: self._exact(v) for v in leaves}, self._between(leaves, var))
         drawn = self.shared.setdefault((source, sampler[0]), {})  # slots, and the steps that take them as bits
         slot = next((slot for slot, used in drawn.items() if not used & ancestors), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(Slot(source, "sampled", *sampler))
         drawn[slot] = drawn.get(slot, 0) | (1 << step)
-        return CoefficientUse((slot,), self._replay(var, [source]), source is var)
+        return CoefficientUse(var, {source: slot}, self._between([source], var))
 
     def _sampler(self, var: Any, last: bool, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
@@ -178,7 +175,7 @@ class SlotMaker:
 
     def _leaves(self, var: Any) -> tuple[float, list[Any]]:
         """The cheapest set of arrays to remember exactly, to compute a variable again from: (bytes, variables)."""
-        seen: dict[Any, tuple[float, frozenset[Any]]] = {}
+        seen: dict[Any, tuple[float, list[Any]]] = {}
         visited = 0
 
         def bytes_of(v):
@@ -188,19 +185,18 @@ class SlotMaker:
             nonlocal visited
             if v in seen:
                 return seen[v]
-            best = (bytes_of(v), frozenset([v]))
+            best = (bytes_of(v), [v])
             eqn = self.maker.get(v)
             if best[0] and eqn is not None and eqn.primitive.name in CHEAP_TO_REPEAT and visited < _DEEPEST:
                 visited += 1
-                parts = frozenset().union(*(visit(u)[1] for u in jaxprs.variables(eqn.invars)))
+                parts = list(dict.fromkeys(leaf for u in jaxprs.variables(eqn.invars) for leaf in visit(u)[1]))
                 cost = sum(map(bytes_of, parts))
                 if cost < best[0]:
                     best = (cost, parts)
             seen[v] = best
             return best
 
-        cost, leaves = visit(var)
-        return cost, sorted(leaves, key=lambda v: v.count if hasattr(v, "count") else id(v))
+        return visit(var)
 
     def _exact(self, var: Any) -> int:
         if var not in self.exact:
@@ -215,15 +211,8 @@ class SlotMaker:
             return "bits"
         return "nested" if var in self.maker and is_control_flow(self.maker[var]) else "exact"
 
-    def _replay(self, var: Any, leaves: Sequence[Any]) -> Callable[..., Any]:
-        eqns = [] if list(leaves) == [var] else jaxprs.needed(self.eqns, [var], leaves)
-
-        def replay(*memories):
-            values = dict(zip(leaves, memories, strict=True))
-            jaxprs.run_all(eqns, values)
-            return values[var]
-
-        return replay
+    def _between(self, leaves: Sequence[Any], var: Any) -> list[Any]:
+        return [] if var in leaves else jaxprs.needed(self.eqns, [var], leaves)
 
 
 def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
