@@ -117,7 +117,8 @@ class _Index:
     """Of a jaxpr, for each variable, what makes it and what takes it: found in one pass, however many are asked for."""
 
     def __init__(self, jaxpr: Any):
-        self.jaxpr, self.maker = jaxpr, {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.jaxpr, self.kept = jaxpr, set(jaxprs.variables(jaxpr.outvars))
+        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.takers: dict[Any, list[tuple[Any, int]]] = {}
         for eqn in jaxpr.eqns:
             for i, v in enumerate(eqn.invars):
@@ -125,28 +126,24 @@ class _Index:
                     self.takers.setdefault(v, []).append((eqn, i))
 
     @functools.cached_property
-    def work(self) -> dict[Any, float]:
-        """Of each output, and of what it is a view of, the work of computing it from the other outputs."""
-        # The equations that a variable needs are a bit set, which lives until the variable's last use.
-        eqns, kept = self.jaxpr.eqns, {*jaxprs.variables(self.jaxpr.outvars)}
-        asked = set(kept)
-        for eqn in reversed(eqns):
-            if _same(eqn) and not asked.isdisjoint(eqn.outvars):
-                asked.update(jaxprs.variables(eqn.invars))
-        costs, needs, found = np.array(list(map(work_of, eqns))), dict[Any, int](), {}
-        for i, eqn in enumerate(eqns):
-            taken, bits = jaxprs.variables(eqn.invars), 1 << i
-            for v in taken:
-                bits |= needs.get(v, 0)
-            needs |= {v: bits for v in eqn.outvars if v in self.takers and v not in kept}
-            for v in taken:
-                if self.takers[v][-1][0] is eqn:
-                    needs.pop(v, None)
-            if not asked.isdisjoint(eqn.outvars):
-                octets = np.frombuffer(bits.to_bytes(i // 8 + 1, "little"), np.uint8)
-                work = float(costs[: i + 1] @ np.unpackbits(octets, bitorder="little")[: i + 1])
-                found |= dict.fromkeys(eqn.outvars, work)
+    def needs(self) -> dict[Any, int]:
+        """The equations that make a variable of the outputs: of each variable, their numbers as a bit set."""
+        found: dict[Any, int] = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            bits = 1 << i
+            for v in jaxprs.variables(eqn.invars):
+                bits |= found.get(v, 0) if v not in self.kept else 0
+            found |= dict.fromkeys(eqn.outvars, bits)
         return found
+
+    @functools.cached_property
+    def costs(self) -> np.ndarray:
+        return np.array(list(map(work_of, self.jaxpr.eqns)))
+
+    def work(self, var: Any) -> float:
+        """The work of computing a variable from the outputs."""
+        octets = np.frombuffer(self.needs[var].to_bytes(len(self.costs) // 8 + 1, "little"), np.uint8)
+        return float(self.costs @ np.unpackbits(octets, count=len(self.costs), bitorder="little"))
 
 
 def _consumers(jaxpr: Any, var: Any, index: Callable[[Any], _Index]) -> list[tuple[str, bool]]:
@@ -182,7 +179,7 @@ def _maker_of(var: Any, jaxpr: Any, index: Callable[[Any], _Index]) -> tuple[str
                 name, line, count, work = _maker_of(v, program.jaxpr, index)
                 return jaxprs.join(here, name), line, steps * count, steps * work
         return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps, steps * work_of(eqn)
-    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, index(jaxpr).work[var]
+    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, index(jaxpr).work(var)
 
 
 def _same(eqn: Any) -> bool:
