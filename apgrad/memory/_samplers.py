@@ -260,11 +260,9 @@ class Heavy:
         """Zero for the winners, ((n - 1) / k) x^2 for n losers of which k are drawn."""
         rows = _rows(x.astype(wide(x.dtype)), axis)
         winners, losers = self._counts(rows.shape[1])
-        if losers == 0:
-            return jnp.zeros(x.shape, rows.dtype)
         order = _largest(rows, winners)
         won = jax.vmap(lambda i: jnp.zeros(rows.shape[1], bool).at[i].set(True))(order)
-        return jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / losers)).reshape(x.shape)
+        return jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / max(losers, 1))).reshape(x.shape)
 
 
 def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
