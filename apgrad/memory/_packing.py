@@ -23,7 +23,17 @@ class Narrow:
     dtype: str
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
-        entries, step, shift, bad = self._scaled(x)
+        """Groups of entries over 2^shift in the narrow type, and each group's shift."""
+        rows = as_rows(x, GROUP)
+        bad = ~jnp.isfinite(rows)
+        rows = jnp.where(bad, 0, rows)
+        limits = jnp.finfo(self.dtype)
+        top = math.floor(math.log2(float(limits.max)))
+        shift = jnp.frexp(jnp.max(jnp.abs(rows), 1, keepdims=True))[1] - top
+        entries = jnp.ldexp(jnp.ldexp(rows, -(shift // 2)), shift // 2 - shift)
+        exponent = jnp.maximum(jnp.frexp(entries)[1] - 1, int(limits.minexp))
+        exponent = jnp.maximum(exponent - limits.nmant, int(jnp.finfo(rows.dtype).minexp) + 1)
+        step = jnp.ldexp(jnp.ones((), rows.dtype), exponent)  # the distance of the type's numbers there
         rounded = jnp.floor(entries / step + uniform(key, entries.shape, entries.dtype)) * step
         rounded = jnp.where(bad, jnp.nan, rounded)
         return rounded.astype(self.dtype), shift.astype(jnp.int16)
@@ -35,27 +45,6 @@ class Narrow:
         values = jnp.ldexp(jnp.ldexp(entries, shift // 2), shift - shift // 2)
         values = jnp.where(jnp.isnan(values), values, jnp.clip(values, -limit, limit))
         return from_rows(values, like)
-
-    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """step^2 p (1 - p), with p the probability of rounding up."""
-        entries, step, shift, bad = self._scaled(x)
-        up = entries / step % 1
-        spread = jnp.ldexp(jnp.ldexp(step * jnp.sqrt(up * (1 - up)), shift // 2), shift - shift // 2) ** 2
-        spread = jnp.where(bad, jnp.nan, spread)
-        return from_rows(spread, jax.ShapeDtypeStruct(x.shape, spread.dtype))
-
-    def _scaled(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Groups of entries over 2^shift, the distance of the type's numbers there, shift, and what is not finite."""
-        rows = as_rows(x, GROUP)
-        bad = ~jnp.isfinite(rows)
-        rows = jnp.where(bad, 0, rows)
-        limits = jnp.finfo(self.dtype)
-        top = math.floor(math.log2(float(limits.max)))
-        shift = jnp.frexp(jnp.max(jnp.abs(rows), 1, keepdims=True))[1] - top
-        rows = jnp.ldexp(jnp.ldexp(rows, -(shift // 2)), shift // 2 - shift)
-        exponent = jnp.maximum(jnp.frexp(rows)[1] - 1, int(limits.minexp))
-        exponent = jnp.maximum(exponent - limits.nmant, int(jnp.finfo(rows.dtype).minexp) + 1)
-        return rows, jnp.ldexp(jnp.ones((), rows.dtype), exponent), shift, bad
 
 
 def narrow(dtype: Any = "bfloat16") -> Narrow:
