@@ -96,6 +96,7 @@ def test_what_is_no_array_reaches_the_function_as_it_is():
     random = ap.randomize(function, R.rounding(32), min_size=8)
     found = jax.jit(lambda w: jax.grad(random, argnums=1)(KEY, w, *args[1:], **options))(W)
     np.testing.assert_allclose(found, jax.grad(function)(*args, **options), rtol=1e-5, atol=1e-6)
+    refused(TypeError, "first argument of a randomized function is one PRNG key", random, *args, **options)
     kept = R.residuals(functools.partial(function, **options), *args)
     assert kept and len(R.coefficients(functools.partial(function, **options), *args, min_size=8)) > 0
 
@@ -139,11 +140,11 @@ WRONG = {
     "boundaries": ({"boundaries": R.rounding}, TypeError, "boundaries is rounding itself"),
     "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' has keep"),
     "chosen, not called": ({"sampler": lambda c: R.heavy}, TypeError, "is heavy itself: call it"),
+    "neither": ({"sampler": None}, ValueError, "got neither"),
+    "too small a budget": (BUDGET, ValueError, "a budget of 9 bytes cannot be kept"),
     "through, a budget": (BUDGET | {"through": None}, ValueError, "got through=None beside budget_bytes=9"),
     "through as it is": (BUDGET | {"through": R.rounding(8)}, ValueError, "leave out one"),
     "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes must be a finite"),
-    "negative": ({"sampler": None, "budget_bytes": -1}, ValueError, "budget_bytes must be a finite"),
-    "a word": ({"sampler": None, "budget_bytes": "1 MB"}, ValueError, "budget_bytes must be a finite"),
     "min_size": ({"min_size": float("nan")}, ValueError, "min_size must be a finite"),
 }
 
