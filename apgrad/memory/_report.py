@@ -148,21 +148,19 @@ def _unnumbered(name: str) -> str:
 def _idle_policies(program: jaxprs.Program) -> list[str]:
     """The checkpointed blocks, by scope, whose policy keeps none of the arrays inside."""
     policies, found = jax.checkpoint_policies, []
-    none = policies.save_and_offload_only_these_names(
+    nothing = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[], offload_src="device", offload_dst="pinned_host"
     )
     for eqn in program.jaxpr.eqns:
         inside, here = jaxprs.nested(eqn), jaxprs.join(jaxprs.plain_scope(jaxprs.scope(eqn)), eqn.primitive.name)
         if inside is None:
             continue
-        policy = inside.options.get("policy") if inside.kind == "remat" else None
+        policy, eqns = inside.options.get("policy"), inside.jaxprs[0].jaxpr.eqns
         if policy is not None and policy is not policies.nothing_saveable:
-            kept = False
-            for e in inside.jaxprs[0].jaxpr.eqns:
-                arguments = (e.primitive, *(v.aval for v in e.invars))
-                answer = policy(*arguments, **e.params)
-                kept |= bool(answer) and type(answer) is not type(none(*arguments, **e.params))
-            found += [] if kept else [f"{here}, {jaxprs.source_line(eqn)}"]
+            answers = [policy(e.primitive, *(v.aval for v in e.invars), **e.params) for e in eqns]
+            recompute = type(nothing(eqn.primitive))
+            if not any(answer and type(answer) is not recompute for answer in answers):
+                found.append(f"{here}, {jaxprs.source_line(eqn)}")
         found += [name for inner in inside.jaxprs for name in _idle_policies(inner)]
     return found
 

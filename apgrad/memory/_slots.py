@@ -152,14 +152,12 @@ class SlotMaker:
             return None
         index = (var, last, order)
         if index not in self.samplers:
-            label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), self._given_name(var), name)
+            maker = self.maker.get(var)
+            given = jaxprs.Parameters(maker)["name"] if maker is not None and maker.primitive.name == "name" else ""
+            label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), given, name)
             found = self._coefficient(f"{label}[{len(self.samplers)}]", var, last, order)
             self.samplers[index] = (fitted(self.choose(found), found), found)
         return self.samplers[index] if self.samplers[index][0] is not None else None
-
-    def _given_name(self, var: Any) -> str:
-        eqn = self.maker.get(var)
-        return str(jaxprs.Parameters(eqn)["name"]) if eqn is not None and eqn.primitive.name == "name" else ""
 
     def _coefficient(self, name, var, last=False, order=None) -> Coefficient:
         return Coefficient(name, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), last, order)
