@@ -127,16 +127,16 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 costs = {c["rate"]: policies.finite(r["costs"]) for c, r in mine if c["method"] == name}
                 rate = min(costs, key=lambda rate: costs[rate][: config.tuning, last].mean())
                 chosen = costs[rate][config.tuning :]
-                draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
-                low, high = harness.interval(draws(chosen[:, last].mean(1), lambda x: x.mean(-1)))
                 steps = policies.first_success(chosen, TASKS[task], every)
                 # The middle of the sorted seeds, not of neighbours, as infinity has no mean.
                 median = lambda x: np.percentile(x, 50, axis=-1, method="higher")
                 with np.errstate(invalid="ignore"):
-                    fast, slow = np.percentile(draws(steps, median), [2.5, 97.5], method="nearest")
+                    draws = harness.bootstrap(steps, median, config.resamples, config.seed)
+                    fast, slow = np.percentile(draws, [2.5, 97.5], method="nearest")
                 row = {"units": units, "task": task, "method": name, "rate": rate, "seconds_per_step": took[name]}
-                row |= {"seconds_over_RP": took[name] / took["RP"], "cost": float(chosen[:, last].mean())}
-                row |= {"cost_low": low, "cost_high": high, "success": float(np.isfinite(steps).mean())}
+                row |= {"seconds_over_RP": took[name] / took["RP"]}
+                row |= policies.mean(config, "cost", chosen[:, last].mean(1))
+                row |= {"success": float(np.isfinite(steps).mean())}
                 row |= {"steps": float(median(steps)), "steps_low": float(fast), "steps_high": float(slow)}
                 row |= {f"success_{k}": row[k.replace("seconds", "steps")] * took[name] for k in _SECONDS}
                 rows.append(row)

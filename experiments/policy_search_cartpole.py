@@ -34,7 +34,7 @@ and at most half of them succeed. The report takes any of the cells.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,34 +223,20 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return found
 
 
-class Curves(NamedTuple):
-    """What `measure` found in all runs of a method, each (runs, episodes)."""
-
-    costs: np.ndarray
-    noise: np.ndarray
-    last: np.ndarray
-
-
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows, curves = [], {}
     for method in METHODS:
         runs = [r for c, r in records if c["method"] == method]
         if len(runs) < 2:
             continue
-        last, noise = (np.array([r[name] for r in runs]) for name in ("last", "noise"))
-        episodes = policies.first_success(last, SUCCESS, 1)
-        costs = np.array([r["costs"] for r in runs])
-        draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
+        found = curves[method] = {name: np.array([r[name] for r in runs], float) for name in ("costs", "noise", "last")}
+        episodes = policies.first_success(found["last"], SUCCESS, 1)
         low, high = binomtest(int(np.isfinite(episodes).sum()), len(episodes)).proportion_ci()  # Clopper & Pearson
-        mean = np.minimum(episodes, config.episodes + 1)
-        few, many = harness.interval(draws(mean, lambda x: x.mean(-1)))
         row = {"method": method, "runs": len(runs), "success": float(np.isfinite(episodes).mean())}
-        row |= {"success_low": float(low), "success_high": float(high), "episodes": float(mean.mean())}
-        cheap, dear = harness.interval(draws(costs[:, -1], lambda x: x.mean(-1)))
-        row |= {"episodes_low": few, "episodes_high": many, "cost": float(costs[:, -1].mean())}
-        row |= {"cost_low": cheap, "cost_high": dear}
-        rows.append(row | {"noise": float(np.median(noise[:, -1]))})
-        curves[method] = Curves(costs, noise, last)
+        row |= {"success_low": float(low), "success_high": float(high)}
+        row |= policies.mean(config, "episodes", np.minimum(episodes, config.episodes + 1))
+        row |= policies.mean(config, "cost", found["costs"][:, -1])
+        rows.append(row | {"noise": float(np.median(found["noise"][:, -1]))})
     table = harness.table(rows, "method", "success", "episodes", "cost", "noise")
     table += f"\nruns without success count as {config.episodes + 1} episodes"
     return harness.Report({}, rows, table, _picture(config, curves))
@@ -264,9 +250,9 @@ def _picture(config, curves):
     )
     episodes = np.arange(1, config.episodes + 1)
     panels = (
-        ("mean cost of a real episode", lambda found: found.costs, np.mean),
-        ("share of runs with success so far", lambda f: np.logical_or.accumulate(f.last <= SUCCESS, 1), np.mean),
-        ("gradient variance / squared gradient (median)", lambda found: found.noise, np.median),
+        ("mean cost of a real episode", lambda found: found["costs"], np.mean),
+        ("share of runs with success so far", lambda f: np.logical_or.accumulate(f["last"] <= SUCCESS, 1), np.mean),
+        ("gradient variance / squared gradient (median)", lambda found: found["noise"], np.median),
     )
     for axis, (title, choose, centre) in zip(axes, panels, strict=True):
         for method, found in curves.items():

@@ -17,7 +17,6 @@ which RP makes so many steps, and another method fewer where its own take longer
 the fastest round, measured in one process in which all methods take turns.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -88,55 +87,48 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows, figures, curves = [], {}, {}
     judged = [(c, r) for c, r in records if c["group"] not in ("tuning", "seconds")]
     took = next((r["seconds"] for c, r in records if c["group"] == "seconds"), None)
-    draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
     for task in config.tasks:
         mine = {(c["method"], c["group"]): r for c, r in judged if c["task"] == task}
         groups = policies.whole_groups(config, mine, METHODS)
         if not groups:
             continue
-        for name in METHODS:
-            curves[task, name] = policies.of_groups(mine, name, groups)
-        plain = {name: curves[task, name][:, _last(config.steps)].mean() for name in METHODS if name in PLAIN}
-        best = min(plain, key=lambda name: plain[name])
-        figures[task] = {"seeds": len(curves[task, best]), "best_plain": best, "total_propagation": {}}
+        curves[task] = {name: policies.of_groups(mine, name, groups) for name in METHODS}
+        ends = {name: _end(costs, config.steps) for name, costs in curves[task].items()}
+        best = min((name for name in METHODS if name in PLAIN), key=lambda name: ends[name].mean())
+        figures[task] = {"seeds": len(ends[best]), "best_plain": best, "total_propagation": {}}
         for steps in (config.steps, config.long):
-            more = np.subtract(*(curves[task, f"{m}, lanes clipped"][:, _last(steps)].mean(1) for m in ("TP", "RP")))
-            low, high = harness.interval(draws(more, lambda x: x.mean(-1)))
+            more = np.subtract(*(_end(curves[task][f"{m}, lanes clipped"], steps) for m in ("TP", "RP")))
+            low, high = policies.bounds(config, more)
             found = {"more": float(more.mean()), "low": low, "high": high, "median": float(np.median(more))}
             figures[task]["total_propagation"][f"after_{steps}"] = found
-        for name in METHODS:
-            costs = curves[task, name]
-            end = costs[:, _last(config.steps)].mean(1)
-            low, high = harness.interval(draws(end, lambda x: x.mean(-1)))
-            paired = end - curves[task, best][:, _last(config.steps)].mean(1)
-            less, more = harness.interval(draws(paired, lambda x: x.mean(-1)))
+        for name, costs in curves[task].items():
+            less, more = policies.bounds(config, ends[name] - ends[best])
             success = policies.first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)
             row = {"task": task, "method": name, "rate": mine[name, groups[0]]["rate"], "seeds": len(costs)}
             row |= {"after_60": float(costs[:, min(60, config.long) // EVERY - 1].mean())}
-            row |= {"cost": float(end.mean()), "cost_median": float(np.median(end)), "cost_low": low, "cost_high": high}
+            row |= policies.mean(config, "cost", ends[name]) | {"cost_median": float(np.median(ends[name]))}
             row |= {"less_best_plain_low": less, "less_best_plain_high": more}
             row |= {"steps": float(np.percentile(success, 50, method="higher"))}
             row |= {"success": float(np.isfinite(success).mean())}
-            after = costs[:, _last(config.long)].mean(1)
+            after = _end(costs, config.long)
             row |= {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))}
-            astray = policies.of_groups(mine, name, groups, "astray")[:, _last(config.long)].mean(1)
+            astray = _end(policies.of_groups(mine, name, groups, "astray"), config.long)
             row |= {"astray_long": float(astray.mean()), "seeds_astray": int(np.sum(astray >= ASTRAY))}
             if took:
                 row |= {"seconds_over_RP": took[name] / took["RP"]}
                 for which, steps in (("cost", config.steps), ("cost_long", config.long)):
                     blocks = max(1, round(min(steps, steps / row["seconds_over_RP"]) / EVERY))
-                    end = costs[:, _last(blocks * EVERY)].mean(1)
-                    low, high = harness.interval(draws(end, lambda x: x.mean(-1)))
-                    row |= {f"{which}_in_time": float(end.mean()), f"{which}_in_time_median": float(np.median(end))}
-                    row |= {f"{which}_in_time_low": low, f"{which}_in_time_high": high}
+                    end, column = _end(costs, blocks * EVERY), f"{which}_in_time"
+                    row |= policies.mean(config, column, end) | {f"{column}_median": float(np.median(end))}
             rows.append(row)
     columns = ("rate", "after_60", "cost", "cost_in_time", "cost_long", "cost_long_in_time", "steps", "success")
     table = harness.table(rows, "task", "method", *columns)
     return harness.Report(figures, rows, table, _picture(config, rows, curves))
 
 
-def _last(steps):
-    return policies.last(steps // EVERY)
+def _end(costs, steps):
+    """The mean of each curve at the end of so many steps, (seeds,)."""
+    return costs[:, policies.last(steps // EVERY)].mean(1)
 
 
 def _picture(config, rows, curves):
@@ -148,7 +140,7 @@ def _picture(config, rows, curves):
     )
     for axis, task in zip(axes, config.tasks, strict=True):
         for row in (r for r in rows if r["task"] == task):
-            costs = curves[task, row["method"]]
+            costs = curves[task][row["method"]]
             steps = EVERY * np.arange(1, costs.shape[1] + 1)
             style = {"color": METHODS[row["method"]].colour, "label": f"{row['method']} (rate {row['rate']:g})"}
             harness.averaged(axis, steps, costs, config.resamples, config.seed, fmt="-", **style)

@@ -145,16 +145,13 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     curves = {name: policies.of_groups(found, name, groups) for name in config.methods}
     ends = {name: costs[:, policies.last(costs.shape[1])].mean(1) for name, costs in curves.items()}
     best = min((name for name in config.methods if name in OTHERS), key=lambda name: ends[name].mean())
-    draws = lambda x: harness.bootstrap(x, lambda x: x.mean(-1), config.resamples, config.seed)
     seconds, rows = {name: min(found[name, g]["seconds"] for g in groups) for name in config.methods}, []
     for name, costs in curves.items():
-        low, high = harness.interval(draws(ends[name]))
-        less, more = harness.interval(draws(ends[name] - ends[best]))
+        less, more = policies.bounds(config, ends[name] - ends[best])
         row = {"method": name, "rate": found[name, groups[0]]["rate"], "seeds": len(costs)}
         for steps in (20, 60):
             row |= {f"after_{steps}": float(costs[:, min(steps, config.steps) // EVERY - 1].mean())}
-        row |= {"cost": float(ends[name].mean()), "cost_low": low, "cost_high": high}
-        row |= {"cost_median": float(np.median(ends[name]))}
+        row |= policies.mean(config, "cost", ends[name]) | {"cost_median": float(np.median(ends[name]))}
         row |= {"over_best_other_low": less, "over_best_other_high": more}
         rows.append(row | {"seconds_a_step": seconds[name], "seconds_over_RP": seconds[name] / seconds["RP"]})
     figures = {"best_other": best, "explosion": next((r for c, r in records if c["method"] == EXPLOSION), {})}

@@ -189,6 +189,17 @@ def last(evaluations: int) -> slice:
     return slice(evaluations - max(1, evaluations // 5), evaluations)
 
 
+def bounds(config: Any, values: np.ndarray) -> list[float]:
+    """The 95 % bootstrap interval of the mean of values (n,)."""
+    return harness.interval(harness.bootstrap(values, lambda x: x.mean(-1), config.resamples, config.seed))
+
+
+def mean(config: Any, name: str, values: np.ndarray) -> dict[str, float]:
+    """The mean of values (n,) under a name, with its interval, as `harness.table` shows them."""
+    low, high = bounds(config, values)
+    return {name: float(values.mean()), f"{name}_low": low, f"{name}_high": high}
+
+
 def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:
     """The steps until a curve's cost is at most the limit, (seeds,); infinite where it never is."""
     below = costs <= limit
