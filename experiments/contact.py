@@ -44,10 +44,6 @@ POINTS = {
 }
 
 
-def _mixed(weights):
-    return ap.total_propagation(weights=weights)
-
-
 COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP published": "#2a8a3e", "per step": "#7fc97f", "TP": "black"}
 COLOURS |= {"alpha order": "#e7298a", "mean test": "#e0a100", "variance test": "#8e3fb1"}
 METHODS = tuple(COLOURS)
@@ -72,17 +68,17 @@ PAPER = Config(estimates=400, reference=4_000_000)
 
 def estimator(method: str, gamma: float) -> ap.Estimator | ap.Mixer:
     """The estimator of each random choice."""
-    weights = ap.weights
-    return {
-        "RP": lambda: ap.reparameterization(),
-        "LR": lambda: ap.likelihood_ratio(),
-        "TP published": lambda: _mixed(weights.inverse_variance()),
-        "per step": lambda: _mixed(weights.per_step_inverse_variance()),
-        "TP": lambda: ap.total_propagation(),
-        "alpha order": lambda: _mixed(jump_weights.alpha_order(gamma / 2)),  # the rule sees half of the lanes
-        "mean test": lambda: _mixed(jump_weights.mean_test()),
-        "variance test": lambda: _mixed(jump_weights.variance_test()),
-    }[method]()
+    if method in ("RP", "LR"):
+        return ap.reparameterization() if method == "RP" else ap.likelihood_ratio()
+    weights = {
+        "TP published": ap.weights.inverse_variance(),
+        "per step": ap.weights.per_step_inverse_variance(),
+        "TP": ap.weights.decoupled(),
+        "alpha order": jump_weights.alpha_order(gamma / 2),  # the rule sees half of the lanes
+        "mean test": jump_weights.mean_test(),
+        "variance test": jump_weights.variance_test(),
+    }
+    return ap.total_propagation(weights=weights[method])
 
 
 def distance(angle: Any, numpy: Any = jnp) -> Any:

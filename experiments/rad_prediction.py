@@ -43,6 +43,7 @@ import optax
 import apgrad as ap
 from apgrad import memory as rad, meta
 from experiments import harness
+from experiments.parts import rad_networks
 
 
 class Config(harness.Config):
@@ -50,7 +51,7 @@ class Config(harness.Config):
 
     data: str = "digits"  # "mnist", or "digits", the fall-back.
     networks: tuple[str, ...] = ("mlp", "convnet")  # of `NETWORKS`.
-    samplers: tuple[str, ...] = ("different 0.1", "rounding 4")  # by `sampler`.
+    samplers: tuple[str, ...] = ("different 0.1", "rounding 4")  # by `rad_networks.sampler`.
     batch: int = 100  # examples.
     training_steps: tuple[int, ...] = (0, 100)  # of Adam before the noise is measured.
     draws: int = 30  # of the memory, for each noise.
@@ -93,8 +94,7 @@ def run(network: str, params: Any, zeros: Any, x: jax.Array) -> tuple[jax.Array,
     layers, inputs = iter(zip(params, zeros, strict=True)), []
     for i, (name, _) in enumerate(NETWORKS[network]):
         if name == "pool":
-            n, h, w, c = x.shape
-            x = x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
+            x = rad_networks.pool(x)
             continue
         (kernel, bias), zero = next(layers)
         inputs.append(x)
@@ -132,10 +132,10 @@ def parameters(network: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
 def predicted(network: str, memory: Any, params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """E |G^ - G|^2 of each kernel on a batch; for no sampler N, with v = x^2."""
     _, inputs = run(network, params, [0.0] * len(params), x)
-    zeros = [jnp.zeros(s.shape) for s in jax.eval_shape(lambda: _outputs(network, params, inputs))]
+    kinds, found = [name.split()[0] for name, _ in NETWORKS[network] if name != "pool"], []
+    outputs = lambda: [apply(kind, x, w) for kind, x, (w, _) in zip(kinds, inputs, params, strict=True)]
+    zeros = [jnp.zeros(s.shape) for s in jax.eval_shape(outputs)]
     messages = jax.grad(lambda zeros: loss(network, params, x, y, zeros)[0])(zeros)
-    kinds = [name.split()[0] for name, _ in NETWORKS[network] if name != "pool"]
-    found = []
     for kind, v, (kernel, _), message in zip(kinds, inputs, params, messages, strict=True):
         flat = v.reshape(len(v), -1, v.shape[-1]) if kind == "conv" else v  # positions, each with all its channels
         if kind == "dense":
@@ -144,21 +144,6 @@ def predicted(network: str, memory: Any, params: Any, x: jax.Array, y: jax.Array
         _, pull = jax.vjp(functools.partial(apply, kind, spread.reshape(v.shape)), kernel)
         found.append(jnp.sum(pull(message**2)[0]))
     return jnp.stack(found)
-
-
-def _outputs(network: str, params: Any, inputs: Any) -> list[jax.Array]:
-    kinds = [name.split()[0] for name, _ in NETWORKS[network] if name != "pool"]
-    return [apply(kind, x, w) for kind, x, (w, _) in zip(kinds, inputs, params, strict=True)]
-
-
-def sampler(name: str) -> Any:
-    """A sampler by its name and its fraction or bits."""
-    kind, number = name.split()
-    if kind == "rounding":
-        return rad.rounding(bits=int(number))
-    if kind == "stratified":
-        return rad.stratified(float(number))
-    return rad.different_sample(float(number), replacement=kind == "different")
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -205,7 +190,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     size = lambda f: sum(r.nbytes for r in rad.residuals(f, params, x, y))
     of_samplers = {}
     for name in config.samplers:
-        memory = sampler(name)
+        memory = rad_networks.sampler(name)
         lean = ap.randomize(plain, memory, through=memory if name.startswith("rounding") else None)
 
         @jax.jit

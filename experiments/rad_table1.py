@@ -72,11 +72,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     params = jax.eval_shape(lambda k: rad_networks.parameters(network, k, shape), jax.random.key(0))
     images = jax.ShapeDtypeStruct((config.batch, *shape), jnp.uint8)
     labels = jax.ShapeDtypeStruct((config.batch,), jnp.int32)
-    name, *rest = method.split()
-    if name == "checkpoint":
+    if method == "checkpoint":
         loss = lambda key, *args: rad_networks.checkpointed_rnn(*args)
     else:
-        loss = rad_networks.method_loss(network, method if name == "rounding" else name, float(rest[0]) if rest else 1)
+        loss = rad_networks.method_loss(network, method, 1)
     kept = rad.residuals(lambda p, x, y: loss(jax.random.key(seed), p, x, y), params, images, labels)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     return {

@@ -38,6 +38,7 @@ import numpy as np
 import numpyro.distributions as dist
 
 import apgrad as ap
+from experiments.parts import chaotic_network
 
 DT = 0.1
 START = (1.0, -0.7, 0.0, 0.3)
@@ -56,24 +57,10 @@ class Swarm(NamedTuple):
 SWARMS = {"tight": Swarm(0.1, 0.1), "broad": Swarm(1.0, 0.02), "bounded force": Swarm(1.0, 0.02, 2.0)}
 
 
-class Method(NamedTuple):
-    """A way to estimate the gradient."""
-
-    estimator: ap.Estimator | ap.Mixer  # of each step's noise
-    shaping: bool = False  # Gaussian shaping of every step's cost
-    resampling: bool = False  # Gaussian resampling after each step
-
-
-TOTAL = ap.total_propagation(weights=ap.weights.inverse_variance())
-METHODS = {
-    "RP": Method(ap.reparameterization()),
-    "LR": Method(ap.likelihood_ratio()),
-    "LR, no baseline": Method(ap.likelihood_ratio(baseline=None)),
-    "TP": Method(TOTAL),
-    "GS-LR": Method(ap.likelihood_ratio(), shaping=True),
-    "GS-TP": Method(TOTAL, shaping=True),
-    "GR": Method(ap.reparameterization(), resampling=True),
-}
+# Those of the chaotic network, here with shaping of every step's cost.
+METHODS = {name: chaotic_network.METHODS[name] for name in ("RP", "LR")}
+METHODS["LR, no baseline"] = chaotic_network.Method(lambda: ap.likelihood_ratio(baseline=None))
+METHODS |= {name: chaotic_network.METHODS[name] for name in ("TP", "GS-LR", "GS-TP", "GR")}
 
 
 def dynamics() -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +80,7 @@ def program(method: str, horizon: int) -> Callable[..., ap.Tape]:
     chosen = METHODS[method]
     A, B = map(jnp.asarray, dynamics())
 
-    @ap.stochastic(chosen.estimator, in_axes=(None, None, None, 0))
+    @ap.stochastic(chosen.estimator(), in_axes=(None, None, None, 0))
     def step(gains, sigma, bend, z):
         force = gains @ z
         bounded = jnp.where(bend > 0, bend, 1)

@@ -76,6 +76,12 @@ def standardized(images: jax.Array) -> jax.Array:
     return (images.astype(jnp.float32) / 255 - mean) / deviation
 
 
+def pool(x: jax.Array) -> jax.Array:
+    """Means of squares of 2 x 2, (n, height / 2, width / 2, channels)."""
+    n, h, w, c = x.shape
+    return x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
+
+
 def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
     """`(parameters, images) -> (n, 10)`, for images of bytes, which are standardized inside.
 
@@ -85,10 +91,6 @@ def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax
 
     def conv(x, w, b):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
-
-    def pool(x):
-        n, h, w, c = x.shape
-        return x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
 
     def run(params, images):
         x = standardized(images)
@@ -140,23 +142,27 @@ def methods(fraction: float) -> dict[str, Any]:
     }
 
 
+def sampler(method: str, fraction: float = 0.1) -> Any:
+    """What a method remembers: "rounding N" has N bits; of `methods`, "different 0.5" has its own fraction."""
+    kind, *number = method.split()
+    if kind == "rounding":
+        return rad.rounding(bits=int(number[0]))
+    return methods(float(number[0]) if number else fraction)[kind]
+
+
 def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
     """`(key, parameters, images, labels) -> mean cross-entropy` with the memory of a method.
 
-    "baseline" and "reduced" remember everything; "rounding N" has N bits; others are `methods`, of which "different
-    0.5" has that fraction in place of the given one.
+    "baseline" and "reduced" remember everything; others are those of `sampler`.
     """
-    kind, *rest = method.split()
-    if kind in ("baseline", "reduced"):
+    if method.startswith(("baseline", "reduced")):
         plain = loss(name)
         return lambda key, *args: plain(*args)
-    if kind == "rounding":
-        return ap.randomize(loss(name, input_is_remembered=True), rad.rounding(bits=int(rest[0])))
-    sampler = methods(float(rest[0]) if rest else fraction)[kind]
-    if name == "transformer":
-        return ap.randomize(loss(name), sampler)
+    memory, rounded = sampler(method, fraction), method.startswith("rounding")
+    if name == "transformer" and not rounded:
+        return ap.randomize(loss(name), memory)
     # As in the paper, inputs of layers are sampled, and all that messages pass on their way is exact.
-    return ap.randomize(loss(name, input_is_remembered=True), sampler, through=None)
+    return ap.randomize(loss(name, input_is_remembered=True), memory, through=memory if rounded else None)
 
 
 def checkpointed_rnn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
