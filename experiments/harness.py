@@ -45,6 +45,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import tqdm
@@ -242,18 +243,30 @@ class Checkpoint(NamedTuple):
             raise ValueError(f"{self.path} is damaged; delete it to begin the cell again") from error
         if "names" not in stored or stored["names"].tolist() != names:
             raise ValueError(f"{self.path} was saved by other code, with another state; delete it to begin again")
-        leaves = [stored[f"arr_{i}"] for i in range(len(names))]
-        return jax.tree.unflatten(jax.tree.structure(state), leaves)
+        leaves, tree = jax.tree.flatten(state)
+        return jax.tree.unflatten(tree, [_like(leaf, stored[f"arr_{i}"]) for i, leaf in enumerate(leaves)])
 
     def save(self, state: Any) -> None:
-        """Writes the state, a pytree of arrays, in full or not at all."""
+        """Writes the state, a pytree of arrays and keys, in full or not at all."""
         file = io.BytesIO()
-        np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)), names=np.array(_names(state)))
+        raw = (jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(state))
+        np.savez(file, *map(np.asarray, raw), names=np.array(_names(state)))
         write_atomically(self.path, file.getvalue())
 
 
 def _names(state: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(leaf: Any, stored: np.ndarray) -> Any:
+    """What was stored of a leaf: a key, JAX's array or NumPy's."""
+    if not isinstance(leaf, jax.Array):
+        return stored
+    return jax.random.wrap_key_data(jnp.asarray(stored)) if _is_key(leaf) else jnp.asarray(stored)
 
 
 def checkpoint(config: Config, cell: Cell) -> Checkpoint:

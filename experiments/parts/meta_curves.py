@@ -108,28 +108,12 @@ def train_together(
     begin = jax.jit(jax.vmap(lambda theta, key: meta.begin(outer, optimizer, theta, key)))
     call = jax.jit(jax.vmap(meta.outer_steps(outer, optimizer, steps // points), (0, None)))
     training = begin(thetas, keys)
-    state, losses = saved.load((_raw(training), np.zeros((len(keys), 0))))
-    training = _typed(state, training)
+    training, losses = saved.load((training, np.zeros((len(keys), 0))))
     for _ in tqdm.trange(losses.shape[1], points, desc=f"of {points} stretches of {steps // points} outer steps"):
         training, metrics = call(training, jnp.asarray(steps))
         losses = np.column_stack([losses, np.mean(metrics["loss"], 1)])
-        saved.save((_raw(training), losses))
+        saved.save((training, losses))
     return training.theta, losses, np.asarray(training.skipped)
-
-
-def _raw(tree: Any) -> Any:
-    """The tree with keys as their data, which a checkpoint can hold."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def _typed(tree: Any, like: Any) -> Any:
-    """The tree whose `_raw` is given; another one is like it."""
-    typed = lambda x, y: jax.random.wrap_key_data(jnp.asarray(x)) if _is_key(y) else jnp.asarray(x)
-    return jax.tree.map(typed, tree, like)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 class Numbered(NamedTuple):
@@ -175,9 +159,8 @@ def judged_training(
     if points < 1 or steps % points:
         raise ValueError(f"the outer steps are a multiple of the points of a curve, got {steps} and {points}")
     begin, call = _compiled(outer, optimizer, steps // points)
-    start = begin(theta, jax.random.key(seed))
-    state = checkpoint.load((_raw(start), _raw(theta), np.zeros((0, 1)), np.zeros(0)))
-    training, best, judgements, losses = _typed(state[0], start), _typed(state[1], theta), *state[2:]
+    start = begin(theta, jax.random.key(seed)), theta, np.zeros((0, 1)), np.zeros(0)
+    training, best, judgements, losses = checkpoint.load(start)
     if not len(judgements):
         judgements = np.asarray(judge(theta), np.float64)[None]
     while len(losses) < points:
@@ -187,7 +170,7 @@ def judged_training(
             best = training.theta
         judgements = np.concatenate([judgements, found[None]])
         losses = np.append(losses, np.mean(metrics["loss"]))
-        checkpoint.save((_raw(training), _raw(best), judgements, losses))
+        checkpoint.save((training, best, judgements, losses))
     return Judged(best, judgements, losses, int(training.skipped))
 
 
