@@ -34,11 +34,9 @@ cells.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -88,20 +86,14 @@ def task_of(study: str, *, judged: bool = False, transfer: str | None = None) ->
     if study == "sinusoid":
         made = meta.sinusoid(held_out=201 if judged else 64)
         network, prior = mplp_published.build((1, 20, 20, 1), nnx.relu, nnx.relu, loss=mplp.squared_error)
-        error = lambda params, batch: jnp.mean((network.predict(params, batch[0]) - batch[1]) ** 2) / 2
-        return made._replace(network=network, prior=prior, loss=error)
+        return made._replace(network=network, prior=prior, loss=network.mean_loss)
     hidden: Any = step_function if transfer == "step" else nnx.sigmoid
     sizes = (144, 50, 10) if transfer in (None, "step") else tuple(map(int, transfer.split("-")))
     network, prior = mplp_published.build(sizes, hidden, nnx.softmax, loss=mplp.cross_entropy)
     images = meta.data.load("mnist", size=math.isqrt(sizes[0]))
     split, count = ("test", 100) if judged else ("train", 64)
     made = meta.images(images, hidden=sizes[1:-1], batch=8, held_out=count, split=split)
-
-    def loss(params, batch):
-        x, y = batch
-        return -jnp.mean(jnp.sum(y * jnp.log(jnp.clip(network.predict(params, x), 1e-7)), axis=-1))
-
-    return made._replace(network=network, prior=prior, loss=loss)
+    return made._replace(network=network, prior=prior, loss=network.mean_loss)
 
 
 def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **options: Any) -> mplp.PerSynapse:
@@ -122,30 +114,24 @@ def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **
     return many(rule, jax.random.split(jax.random.key(seed + 1), rounds))
 
 
-def judge(
-    study: str, thetas: list[Any], learner_of: Callable[[meta.Task], meta.Learner], config: Config, transfer=None
-) -> list[np.ndarray]:
-    """For each theta errors, or accuracies in percent, (runs, steps + 1): the same tasks for all that is judged."""
-    task = task_of(study, judged=True, transfer=transfer)
-    measure = None if study == "sinusoid" else (lambda p, b: 100 * meta.accuracy(task, p, b))
-    evaluate = meta_curves.evaluation(task, learner_of(task), config.seed, config.runs, STEPS[study], measure)
-    return [evaluate(theta) for theta in thetas]
-
-
 def cells(config: Config) -> list[harness.Cell]:
     """For each study what stands beside the rule, then the rule."""
     return harness.grid(study=config.studies, method=METHODS)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Errors, or accuracies in percent, (runs, steps + 1): the same tasks for all that is judged."""
     study, method = cell["study"], cell["method"]
+
+    def judged(transfer=None):
+        test = task_of(study, judged=True, transfer=transfer)
+        measure = None if study == "sinusoid" else lambda p, b: 100 * meta.accuracy(test, p, b)
+        return test, (config.seed, config.runs, STEPS[study], measure)
+
     if method in RATES[study]:
-        make, rates = RATES[study][method]
-        curves = judge(study, [*map(np.float32, rates)], lambda task: meta.optimizer(make, task.loss), config)
-        last = [float(curve[:, -1].mean()) for curve in curves]
-        best = int(np.argmin(last) if study == "sinusoid" else np.argmax(last))
-        sweep = dict(zip(map(str, rates), last, strict=True))
-        return {"curve": curves[best].tolist(), "rate": rates[best], "sweep": sweep}
+        test, how = judged()
+        curves, sweep = meta_curves.tuned(test, RATES[study][method], *how)
+        return {"curve": curves.tolist(), **sweep}
     task = task_of(study)
     if method == "published":
         try:
@@ -155,10 +141,16 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         rule: Any = mplp.load_published(path, meta_curves.sites(task))
         losses = []
     else:
-        rule, losses = trained(config, cell, task, seed)
-    judged = lambda transfer: judge(study, [rule], lambda t: meta.message_passing(t.network), config, transfer)[0]
-    found = {"curve": judged(None).tolist(), "losses": losses}
-    return found | {t: judged(t).tolist() for t in TRANSFERS if study == "mnist"}
+        steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
+        options = {"objective": config.objective, "gradient": config.gradient}
+        outer, optimizer, rule = training(study, task, seed, config.max_scale or None, **options)
+        saved = harness.checkpoint(config, cell)
+        rule, losses, _ = meta_curves.train(outer, optimizer, rule, seed, steps, 100, saved)  # a hundred stretches
+    found: dict[str, Any] = {"losses": losses}
+    for name in ("curve", *(TRANSFERS if study == "mnist" else ())):
+        test, how = judged(None if name == "curve" else name)
+        found[name] = meta_curves.evaluation(test, meta.message_passing(test.network), *how)(rule).tolist()
+    return found
 
 
 def training(
@@ -191,15 +183,6 @@ def outer_optimizer(study: str, rate: float | None = None) -> optax.GradientTran
     """The published outer optimizer, or its Adam at another rate."""
     rate = rate or {"sinusoid": 1e-4, "mnist": 5e-4}[study]
     return optax.chain(meta.normalize_tensors(), optax.adam(rate))
-
-
-def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> tuple[Any, list[float]]:
-    """The rule after meta-training, and the mean outer losses of a hundred stretches."""
-    study = cell["study"]
-    steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
-    options = {"objective": config.objective, "gradient": config.gradient}
-    outer, optimizer, rule = training(study, task, seed, config.max_scale or None, **options)
-    return meta_curves.train(outer, optimizer, rule, seed, steps, 100, harness.checkpoint(config, cell))[:2]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

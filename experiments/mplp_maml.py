@@ -89,7 +89,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             return {"missing": True}
         # The file has the names of an unnamed network.
         network, draw = mplp_published.build((1, 20, 20, 1), nnx.relu, nnx.relu, loss=mplp.squared_error)
-        task = task._replace(network=network, prior=draw, loss=_half_squared_error(network))
+        task = task._replace(network=network, prior=draw, loss=network.mean_loss)
         rule = mplp.load_published(arrays, meta_curves.sites(task))
         learner = meta.message_passing(network)
         theta = meta.WithPrior(rule, convert_published.prior(arrays, draw(jax.random.key(0))))
@@ -102,10 +102,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     prior, random = (evaluate(theta.learner, start).tolist() for start in (theta.prior, None))
     example = meta_curves.example(task, learner, theta.learner, STEPS, theta.prior)
     return {"losses": losses, "skipped": skipped, "prior": prior, "random": random, "example": example.tolist()}
-
-
-def _half_squared_error(network: mplp.Sequential) -> Any:
-    return lambda params, batch: jnp.mean((network.predict(params, batch[0]) - batch[1]) ** 2) / 2
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

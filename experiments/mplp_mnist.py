@@ -91,21 +91,18 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         held_out=1000 if setting.data != "digits" else 360,
         split="test",
     )
-    if learned:
-        learner = timed(meta.message_passing(task.network), setting.steps)
-        thetas = {"trained": mplp.load_pretrained(setting.rule)}
-        if setting.rule == "images":
-            thetas["untrained"] = mplp.Normalized(meta_curves.sites(task), rngs=nnx.Rngs(0))
-    else:
-        make, rates = OPTIMIZERS[cell["method"]]
-        learner = meta.optimizer(make, task.loss)
-        thetas = {str(rate): jax.numpy.float32(rate) for rate in rates}
-    accuracy = lambda p, b: 100 * meta.accuracy(task, p, b)
-    evaluate = meta_curves.evaluation(task, learner, config.seed, config.runs, setting.steps, accuracy)
-    curves = {rate: evaluate(theta) for rate, theta in thetas.items()}
-    sweep = {rate: float(curve[:, -1].mean()) for rate, curve in curves.items()}
-    best = "trained" if learned else max(sweep, key=lambda rate: sweep[rate])
-    return {"accuracy": np.round(curves[best], 3).tolist(), "rate": best, "sweep": sweep}
+    judged = config.seed, config.runs, setting.steps, lambda p, b: 100 * meta.accuracy(task, p, b)
+    if not learned:
+        curves, found = meta_curves.tuned(task, OPTIMIZERS[cell["method"]], *judged)
+        return {"accuracy": np.round(curves, 3).tolist(), "rate": str(found["rate"]), "sweep": found["sweep"]}
+    rules = {"trained": mplp.load_pretrained(setting.rule)}
+    if setting.rule == "images":
+        rules["untrained"] = mplp.Normalized(meta_curves.sites(task), rngs=nnx.Rngs(0))
+    learner = timed(meta.message_passing(task.network), setting.steps)
+    evaluate = meta_curves.evaluation(task, learner, *judged)
+    curves = {name: evaluate(rule) for name, rule in rules.items()}
+    sweep = {name: float(curve[:, -1].mean()) for name, curve in curves.items()}
+    return {"accuracy": np.round(curves["trained"], 3).tolist(), "rate": "trained", "sweep": sweep}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

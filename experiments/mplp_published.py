@@ -32,8 +32,8 @@ from experiments.parts import meta_curves
 
 SINUSOID_STEPS, SINUSOID_POINTS = 5, 10
 MNIST_STEPS, MNIST_BATCH, MNIST_TEST = 20, 8, 100
-METHODS: dict[str, Callable[[], optax.GradientTransformation] | None] = {"MPLP": None, "MPLP, step": None}
-METHODS |= {"Adam": lambda: optax.adam(0.01), "SGD": lambda: optax.sgd(0.1), "MPLP, 784-100-10": None}
+METHODS: dict[str, Any] = {"MPLP": None, "MPLP, step": None}  # an optimizer and its rate, or the published rule
+METHODS |= {"Adam": (optax.adam, 0.01), "SGD": (optax.sgd, 0.1), "MPLP, 784-100-10": None}
 SINUSOID = ("MPLP", "Adam", "SGD")
 PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "Adam": 39.5, "SGD": 14.7}
 GRID = np.linspace(-5.0, 5.0, 201)
@@ -96,23 +96,19 @@ def folder() -> Path:
 
 def learn(network: Any, params: Any, batches: Any, method: str, checkpoint: str) -> Any:
     """The parameters before and after each step, stacked."""
-    make, first = METHODS[method], jax.tree.map(lambda x: x[0], batches)
-    # The exact rule's updates at rate 1 are minus the gradient: what an optimizer takes.
-    rule: Any = mplp.Exact(1.0)
-    if make is None:
-        path = folder() / "mplp_published" / f"{checkpoint}.npz"
-        rule = mplp.load_published(path, mplp.sites(network, params, first))
-    optimizer = optax.sgd(1.0) if make is None else make()
+    first = jax.tree.map(lambda x: x[0], batches)
+    if METHODS[method] is None:
+        learner, path = meta.message_passing(network), folder() / "mplp_published" / f"{checkpoint}.npz"
+        theta: Any = mplp.load_published(path, mplp.sites(network, params, first))
+    else:
+        make, theta = METHODS[method]
+        learner = meta.optimizer(make, network.mean_loss)
 
     def step(carry, batch):
-        params, state, optimizer_state = carry
-        updates, state, _ = mplp.backward(rule, network, params, state, batch)
-        updates, optimizer_state = optimizer.update(jax.tree.map(jnp.negative, updates), optimizer_state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state, optimizer_state), params
+        carry = learner.step(theta, carry[0], carry[1], batch)
+        return carry, carry[0]
 
-    state = mplp.init_state(rule, network, params, first), optimizer.init(params)
-    _, after = jax.lax.scan(step, (params, *state), batches)
+    _, after = jax.lax.scan(step, (params, learner.init(theta, params, first)), batches)
     return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), params, after)
 
 

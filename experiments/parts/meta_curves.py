@@ -210,14 +210,18 @@ Baselines = dict[str, tuple[Callable[[float], optax.GradientTransformation], tup
 
 
 def tuned(
-    task: meta.Task, baseline: Any, seed: int, runs: int, steps: int, *, by_sum: bool = False
+    task: meta.Task, baseline: Any, seed: int, runs: int, steps: int, measure: Any = None, *, by_sum: bool = False
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Losses of an optimizer at the best rate, by the last step or by the sum of losses before steps; and the sweep."""
+    """Losses of an optimizer at the best rate, by the last step or by the sum of losses before steps; and the sweep.
+
+    With a measure, of which more is better, its values in place of the losses.
+    """
     make, rates = baseline
-    evaluate = evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps)
+    evaluate = evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps, measure)
     curves = {rate: evaluate(np.float32(rate)) for rate in rates}
     sweep = {str(r): float(total_loss(c) if by_sum else c[:, -1].mean()) for r, c in curves.items()}
-    best = min(rates, key=lambda r: sweep[str(r)] if np.isfinite(sweep[str(r)]) else np.inf)
+    worse = lambda rate: sweep[str(rate)] if measure is None else -sweep[str(rate)]
+    best = min(rates, key=lambda rate: worse(rate) if np.isfinite(worse(rate)) else np.inf)
     return curves[best], {"rate": best, "sweep": sweep}
 
 
