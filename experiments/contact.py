@@ -111,11 +111,6 @@ def pendulum(tape: ap.Tape, theta: jax.Array, chosen: Any) -> ap.Tape:
     return tape.cost(jnp.sum(s**2, axis=-1) / 2)
 
 
-def parameters(system: str, point: float) -> list[float]:
-    """theta: the angle, or torque and damping."""
-    return [point] if system == "ball" else [point, DAMPING]
-
-
 @functools.cache
 def _compiled(system, method, lanes, gamma):
     chosen, program = estimator(method, gamma), {"ball": ball, "pendulum": pendulum}[system]
@@ -126,9 +121,9 @@ def _compiled(system, method, lanes, gamma):
 
 
 def gradients(system: str, method: str, point: float, lanes: int, count: int, seed: int, gamma: float) -> np.ndarray:
-    """Independent estimates of the gradient, (count, parameters)."""
+    """Independent estimates of the gradient, (count, parameters), by the angle, or by torque and damping."""
     keys = jax.random.split(jax.random.key(seed), count)
-    theta = jnp.array(parameters(system, point), jnp.float32)
+    theta = jnp.array([point] if system == "ball" else [point, DAMPING], jnp.float32)
     return np.asarray(_compiled(system, method, lanes, gamma)(keys, theta), np.float64)
 
 

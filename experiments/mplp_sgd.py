@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import Partial
 
 from apgrad import meta, mplp
 from experiments import harness
@@ -121,28 +122,23 @@ class Recorder(NamedTuple):
             return {"m": jnp.zeros((rows, m)), "x": jnp.zeros((rows, n)), "w": jnp.zeros((n + 1, m))}
         return {name: jnp.zeros(site.shape) for name in (("p", "y") if site.begins else ("m", "z"))}
 
-    def at(self, site: mplp.Site) -> "RecorderAt":
+    def at(self, site: mplp.Site) -> Partial:
         """The local rule, which also answers what it has seen."""
-        return RecorderAt(self.rule.at(site))
+        return Partial(recorded, self.rule.at(site))
 
 
-class RecorderAt(NamedTuple):
-    """The local rule of a recorder."""
-
-    local: Any
-
-    def __call__(self, site: mplp.Site, question: Any, state: Any) -> mplp.Answer:
-        """The answer of the local rule, with what it has seen as its state."""
-        if isinstance(question, mplp.Dense):
-            assert question.bias is not None  # every layer here has one
-            weights = jnp.concatenate([question.weight, question.bias[None]])
-            seen = {"m": question.message[..., 0], "x": question.inputs, "w": weights}
-        elif question.message is None:
-            seen = {"p": question.features["prediction"], "y": question.features["target"]}
-        else:
-            (z,) = question.features.values()
-            seen = {"m": question.message[..., 0], "z": z}
-        return self.local(site, question, ())._replace(state=seen)
+def recorded(local: Any, site: mplp.Site, question: Any, state: Any) -> mplp.Answer:
+    """The answer of a local rule, with what it has seen as its state."""
+    if isinstance(question, mplp.Dense):
+        assert question.bias is not None  # every layer here has one
+        weights = jnp.concatenate([question.weight, question.bias[None]])
+        seen = {"m": question.message[..., 0], "x": question.inputs, "w": weights}
+    elif question.message is None:
+        seen = {"p": question.features["prediction"], "y": question.features["target"]}
+    else:
+        (z,) = question.features.values()
+        seen = {"m": question.message[..., 0], "z": z}
+    return local(site, question, ())._replace(state=seen)
 
 
 def visited_ranges(config: Config, rule: mplp.Thesis, key: jax.Array) -> dict[str, list[list[float]]]:

@@ -184,18 +184,9 @@ def way(name: str, network: str) -> Way:
     return Way(init, gradient, messages)
 
 
-class Compiled(NamedTuple):
-    """The compiled functions of a rule on a network."""
-
-    init: Any
-    step: Any
-    angles: Any
-    accuracy: Any
-
-
 @functools.cache
-def compiled(config: Config, name: str, network: str) -> Compiled:
-    """What a cell runs; the learning rate is an argument, so that it is compiled once for all rates and seeds."""
+def compiled(config: Config, name: str, network: str) -> tuple[Any, Any, Any, Any]:
+    """A cell's `init`, `step`, `angles` and `accuracy`, compiled once for all rates, which are arguments, and seeds."""
     mine, plain = way(name, network), way("backpropagation", network)
 
     @jax.jit
@@ -216,7 +207,7 @@ def compiled(config: Config, name: str, network: str) -> Compiled:
         return jnp.stack([_angle(a, b) for a, b in pairs])
 
     accuracy = jax.jit(lambda params, x, y: jnp.mean((scores(network, params, x).argmax(1) == y).astype(jnp.float32)))
-    return Compiled(jax.jit(mine.init), step, angles, accuracy)
+    return jax.jit(mine.init), step, angles, accuracy
 
 
 def times(config: Config, name: str, network: str) -> dict[str, Any]:
@@ -264,10 +255,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     if rate == "best":
         tuned = lambda rate: harness.finished(config, {**cell, "rate": rate, "trial": 0})["held_out"]
         rate = max(config.rates, key=tuned)
-    f = compiled(config, cell["rule"], cell["network"])
+    init, step, angles, accuracy = compiled(config, cell["rule"], cell["network"])
     keys = jax.random.split(jax.random.key(harness.cell_seed(config.seed, {"trial": cell["trial"]})), 3)
     params = parameters(config, cell["network"], keys[0], x.shape[1:])
-    own = f.init(keys[1], params, x[: config.batch])
+    own = init(keys[1], params, x[: config.batch])
     state = optax.adamw(0.0).init((own, params))
     rng = np.random.default_rng(cell["trial"])
     marks = {round(m) for m in np.linspace(0, config.steps - 1, config.points)}
@@ -276,9 +267,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         chosen = rng.integers(len(x), size=config.batch)
         if i in marks:
             key = jax.random.fold_in(keys[2], i)
-            curve.append([i, *map(float, f.angles(key, own, params, x[: config.batch], y[: config.batch]))])
-        own, params, state = f.step(keys[2], i, rate, own, params, state, x[chosen], y[chosen])
-    held, test = (float(f.accuracy(params, *rest[i : i + 2])) for i in (0, 2))
+            curve.append([i, *map(float, angles(key, own, params, x[: config.batch], y[: config.batch]))])
+        own, params, state = step(keys[2], i, rate, own, params, state, x[chosen], y[chosen])
+    held, test = (float(accuracy(params, *rest[i : i + 2])) for i in (0, 2))
     return {"rate": rate, "held_out": held, "test": test, "angles": curve, "data": description}
 
 
