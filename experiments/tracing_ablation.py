@@ -185,9 +185,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 def correlation(a: Any, b: Any) -> float:
     """Spearman's: of the ranks. 0 where one does not vary."""
-    x, y = (rankdata(each) - (len(each) + 1) / 2 for each in (a, b))
-    size = np.sqrt(np.sum(x * x) * np.sum(y * y))
-    return float(np.sum(x * y) / size) if size > 0 else 0.0
+    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1]) if np.ptp(a) > 0 and np.ptp(b) > 0 else 0.0
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

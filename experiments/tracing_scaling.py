@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.stats import linregress
 
 import apgrad as ap
 from apgrad._programs import jaxprs
@@ -173,14 +174,13 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for (ax, family), name in itertools.product(zip(axes, FAMILIES, strict=True), SEMIRINGS):
         chosen = sorted((r for r in rows if r["family"] == family), key=lambda r: r["edges"])
         size, seconds = (np.array([r[k] for r in chosen], float) for k in ("edges", name))
-        design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
-        (offset, slope), *_ = np.linalg.lstsq(design, np.ones_like(size), rcond=None)
+        slope, offset = np.polyfit(size, seconds, 1, w=1 / seconds)
         residuals = seconds / (offset + slope * size) - 1
         half = slice(len(size) // 2 if len(size) >= 4 else 0, None)
-        exponent, error = _power(size[half], seconds[half])
+        power: Any = linregress(np.log(size[half]), np.log(seconds[half]))
         found = {"nanoseconds_an_edge": 1e9 * slope, "offset_seconds": offset}
         found["relative_residual"] = float(np.sqrt(np.mean(residuals**2)))
-        figures[f"{family} {name}"] = found | {"exponent": exponent, "exponent_standard_error": error}
+        figures[f"{family} {name}"] = found | {"exponent": power.slope, "exponent_standard_error": power.stderr}
         (line,) = ax.plot(size, seconds, "o", label=name)
         fine = np.geomspace(size[0], size[-1], 50)
         ax.plot(fine, offset + slope * fine, lw=1, color=line.get_color())
@@ -188,16 +188,6 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[0].legend()
     shown = [{"family, semiring": name, **found} for name, found in figures.items()]
     return harness.Report(figures, rows, harness.table(shown, *shown[0]), figure)
-
-
-def _power(size, seconds):
-    x, y = np.log(size) - np.log(size).mean(), np.log(seconds)
-    if np.ptp(x) == 0:
-        return float("nan"), float("nan")
-    exponent = np.sum(x * y) / np.sum(x * x)
-    residuals = y - y.mean() - exponent * x
-    error = np.sqrt(np.sum(residuals**2) / max(len(x) - 2, 1) / np.sum(x * x))
-    return float(exponent), float(error)
 
 
 if __name__ == "__main__":

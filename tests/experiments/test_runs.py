@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from experiments import chaos, outer_training, policy_search_contacts
+from experiments import outer_training, policy_search_contacts
 from experiments.parts import chaotic_network, meta_curves
 
 
@@ -193,12 +193,3 @@ def test_a_tiny_run_of_each_experiment(case, run, monkeypatch):
         for name, value in row.items():
             if f"{name}_low" in row and value is not None:
                 assert row[f"{name}_low"] <= value <= row[f"{name}_high"], (name, row)
-
-
-@pytest.mark.long
-def test_an_experiment_that_is_begun_again_with_some_of_its_cells_comes_out_the_same(run, tmp_path):
-    results = run(chaos, SMALL)
-    for cell in ("method=exact,beta=1.5", "method=TP,H=4,beta=2.5"):
-        (tmp_path / "run" / "cells" / f"{cell}.json").unlink()
-    chaotic_network._compiled.cache_clear()
-    assert run(chaos, SMALL) == results

@@ -37,18 +37,20 @@ def test_the_first_step_below_a_threshold():
     assert tracing_ablation.reached(falling, 0.5) == 101
 
 
-def test_correlation_of_ranks():
-    assert tracing_ablation.correlation([0.1, 0.5, 0.3], [1, 9, 4]) == pytest.approx(1)
-    assert tracing_ablation.correlation([0.1, 0.5, 0.3], [9, 1, 4]) == pytest.approx(-1)
-    assert tracing_ablation.correlation([0.1, 0.1, 0.1], [9, 1, 4]) == 0
+def reported(*networks):
+    """The report of the ablation on networks, of which the components' influence and what is no default is given."""
+    default = {"widths": [8, 16, 32], "delayed": [10, 90, 40], "loss": 1.0, "retrained": [1.0, 1.0, 1.0]}
+    default |= {"in_order": [1.0, 2.0, 3.0], "in_opposite_order": [1.0, 1.1, 2.0]}
+    records = []
+    for i, network in enumerate(networks):
+        influence = [network["influence"]] * 4
+        records.append(({"network": i}, default | network | {"influence": influence, "during": [influence] * 2}))
+    return tracing_ablation.report(tracing_ablation.Config(), records)
 
 
 def test_report_of_the_ablation():
-    influence = [[0.1, 0.5, 0.3]] * 4
-    network = {"widths": [8, 16, 32], "influence": influence, "during": [influence] * 2, "delayed": [10, 90, 40]}
-    network |= {"loss": 1.0, "ablated": [1.1, 2.0, 1.5], "retrained": [1.2, 1.0, 1.1]}
-    network |= {"in_order": [1.0, 2.0, 3.0], "in_opposite_order": [1.0, 1.1, 2.0]}
-    made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network) for i in range(3)])
+    network = {"influence": [0.1, 0.5, 0.3], "ablated": [1.1, 2.0, 1.5], "retrained": [1.2, 1.0, 1.1]}
+    made = reported(*[network] * 3)
     assert made.figures["correlation viterbi ablated"] == {"value": pytest.approx(1), "standard_error": 0}
     assert made.figures["correlation viterbi retrained"]["value"] == pytest.approx(-1)
     assert made.figures["correlation greedy delayed"]["value"] == pytest.approx(1)
@@ -58,14 +60,8 @@ def test_report_of_the_ablation():
 
 
 def test_influence_at_equal_width_is_compared_between_networks():
-    def network(i):
-        influence = [[0.1 * i, 0.5, 0.5 - 0.1 * i]] * 4
-        removed = [2.0 + i, 2.0, 2.5 - 0.1 * i]
-        found = {"widths": [8, 16, 32], "influence": influence, "during": [influence] * 2, "delayed": [3, 2, 1]}
-        order = {"in_order": [1.0, 2.0, 3.0], "in_opposite_order": [1.0, 1.1, 2.0]}
-        return found | order | {"loss": 1.0 + 2 * i, "ablated": removed, "retrained": [1.0, 1.0, 1.0]}
-
-    made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network(i)) for i in range(4)])
+    influence, removed = lambda i: [0.1 * i, 0.5, 0.5 - 0.1 * i], lambda i: [2.0 + i, 2.0, 2.5 - 0.1 * i]
+    made = reported(*({"influence": influence(i), "loss": 1.0 + 2 * i, "ablated": removed(i)} for i in range(4)))
     found = made.figures["correlation viterbi ablated at equal width"]
     # The rises are 1 - i, 1 - 2 i and 1.5 - 2.1 i, so that influence, 0 at all times in the second, has -1, 0 and 1.
     assert found == {"value": pytest.approx(0), "standard_error": pytest.approx(1 / 3**0.5)}
