@@ -117,7 +117,7 @@ def _persistent(problem, segment, sigma, stagger, keep):
     def init(theta, key):
         begin, unroll = jax.random.split(_first(key))
         carry = start(problem, theta, begin, segment, stagger=stagger)
-        return Particle(carry, carry, jax.tree.map(jnp.zeros_like, theta), unroll)
+        return Particle(carry, carry, jax.tree.map(jnp.zeros_like, partition(theta)[0]), unroll)
 
     def estimate(theta, key, p):
         noise, later = jax.random.split(_first(key))
@@ -136,14 +136,14 @@ def _persistent(problem, segment, sigma, stagger, keep):
         t, no_noise = jax.tree.map(jnp.zeros_like, (up.t, total))
         ended = Particle(up._replace(t=t), down._replace(t=t), no_noise, later)
         carry = optax.tree.where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
-        return *_antithetic(plus, minus, total, sigma), lax.stop_gradient(carry)
+        return *_antithetic(theta, plus, minus, total, sigma), lax.stop_gradient(carry)
 
     return OuterGradient(init, estimate)
 
 
 def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
-    """Normal noise with the structure, shapes and dtypes of theta; zeros for what is not trained."""
-    trained, fixed = partition(theta)
+    """Normal noise in the form of what is trained of theta."""
+    trained, _ = partition(theta)
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         if jnp.finfo(dtype := jnp.result_type(x)).bits < 32:
             warn(
@@ -155,21 +155,20 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))
     draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))
-    noise = tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
-    return with_zeros(noise, fixed)
+    return tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
 
 
 def _add(theta, e, sign):
     trained, fixed = partition(theta)
-    return merge(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
+    return merge(jax.tree.map(lambda x, e: x + sign * e, trained, e), fixed)
 
 
 def _of_pair(loss, theta, key, sigma):
     e = _perturbation(theta, _first(key), sigma)
-    return _antithetic(loss(_add(theta, e, 1)), loss(_add(theta, e, -1)), e, sigma)
+    return _antithetic(theta, loss(_add(theta, e, 1)), loss(_add(theta, e, -1)), e, sigma)
 
 
-def _antithetic(plus, minus, e, sigma):
+def _antithetic(theta, plus, minus, e, sigma):
     if not jnp.issubdtype(plus.dtype, jnp.floating):  # counts, such as of errors
         plus, minus = plus.astype(float), minus.astype(float)
     if jnp.finfo(plus.dtype).bits < 32:
@@ -180,8 +179,7 @@ def _antithetic(plus, minus, e, sigma):
         wide = np.promote_types(e.dtype, slope.dtype)
         return (slope.astype(wide) * e.astype(wide)).astype(e.dtype)
 
-    trained, fixed = partition(e)
-    return (plus + minus) / 2, with_zeros(jax.tree.map(times, trained), fixed)
+    return (plus + minus) / 2, with_zeros(jax.tree.map(times, e), partition(theta)[1])
 
 
 def _first(key):
