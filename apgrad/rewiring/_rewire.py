@@ -183,8 +183,8 @@ class Rewired:
             program, shape = pure.trace("ap.rewire", lambda args: self.function(*args), put, arrays)
         except TypeError:
             before = "key, " * self.rule.random + "params, " * (self.rule.init is not None)
-            names, hint = [f"args[{i}]" for i in range(len(args))], f"; with this rule it is rewired({before}*args)"
-            require_call("the function that is rewired", self.function, names, hint)
+            hint = f", or call rewired({before}*args) with what it takes"
+            require_call("the function that is rewired", self.function, [f"args[{i}]" for i in range(len(args))], hint)
             raise
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
