@@ -28,9 +28,6 @@ class Context(NamedTuple):
     scope: str = ""  # around the program that is walked
     enter: Callable[[Value, str], Value] | None = None  # (message, scope) -> message
 
-    def at(self, eqn: Any) -> "Context":
-        return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
-
 
 class Walked(NamedTuple):
     """A program or equation after its walk forward."""
@@ -85,7 +82,8 @@ def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tup
     jaxprs.require_known(eqn, "tracing")
     inside = jaxprs.nested(eqn)
     if inside is not None:
-        return context.nested[inside.kind](context.at(eqn), eqn, inside, inputs, active)
+        within = context._replace(scope=jaxprs.join(context.scope, jaxprs.scope(eqn)))
+        return context.nested[inside.kind](within, eqn, inside, inputs, active)
     # An array without elements has no edges.
     active = tuple(a and jnp.size(x) > 0 for a, x in zip(active, inputs, strict=True))
     some = any(active) and any(math.prod(v.aval.shape) for v in eqn.outvars)
