@@ -1,6 +1,5 @@
 """The branches of `tape.parallel`: how they fork and join a tape."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,11 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         raise ValueError("parallel needs at least one branch, got none")
     key, *keys = jax.random.split(tape._key, len(branches) + 1)
 
-    def run(index, key, ports, plan=tape._plan):
+    def run(index, key, ports):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        # In the first trace a token of its own, so that no cached `jit` hides what the branch does.
-        plan = plan._replace(token=object()) if ledger.collecting else plan
+        # A token of its own, so that no cached `jit` hides what the branch does, nor later that it meets sites.
+        fresh = ledger.collecting or (ledger.rehearsing and tape._plan.sites is not None)
+        plan = tape._plan._replace(token=object()) if fresh else tape._plan
         ledger.branches += 1
         try:
             result = branches[index](type(tape)(plan, key, total, ports))
@@ -33,10 +33,8 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
 
     if not (ledger.collecting or ledger.rehearsing):
         ledger.rehearsing, met = True, len(ledger.sites)
-        # A token of its own: what is traced here must be traced again, where sites are counted.
-        plan = tape._plan if tape._plan.sites is None else tape._plan._replace(token=object())
         try:
-            _require_apart(functools.partial(run, plan=plan), keys, tape._ports)
+            _require_apart(run, keys, tape._ports)
         finally:
             ledger.rehearsing = False
             del ledger.sites[met:]
