@@ -175,7 +175,6 @@ def bias(place: Place, signal: Signal, bias: Parameter) -> Signal:
       signal: signal x, (batch, ..., M).
       bias: parameter (M,).
     """
-    _require_weight("bias", place, signal, bias, 1)
     return _diagonal(place, "bias", jnp.add, lambda x, b: (jnp.ones_like(x), jnp.ones_like(b)), signal, bias)
 
 
@@ -187,11 +186,11 @@ def scale(place: Place, signal: Signal, scale: Parameter) -> Signal:
       signal: signal x, (batch, ..., M).
       scale: parameter (M,).
     """
-    _require_weight("scale", place, signal, scale, 1)
     return _diagonal(place, "scale", jnp.multiply, lambda x, g: (x, g), signal, scale)
 
 
 def _diagonal(place, kind, function, derivatives, signal, weight):
+    _require_weight(kind, place, signal, weight, 1)
     shape, batch = signal.value.shape, place.places.batch_size(signal.value)
 
     def ask(local):

@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
+from scipy import special
 
 from apgrad import mplp
 
@@ -44,16 +47,6 @@ def _convolve(at, s, w, b=0.0, *, strides=1, padding="SAME"):
     return lax.conv_general_dilated(s, w, steps, padding, dimension_numbers=layout) + b
 
 
-def _windows(s, window):
-    """The elements of each window of a (batch, height, width, channels) on an axis of their own, the third."""
-    (n, h, w, c), (i, j) = s.shape, window
-    return jnp.moveaxis(s.reshape(n, h // i, i, w // j, j, c), 3, 2).reshape(n, h // i, w // j, i * j, c)
-
-
-def _normal(at, s, axes=-1):
-    return (s - s.mean(axes, keepdims=True)) / jnp.sqrt(s.var(axes, keepdims=True) + 1e-6)
-
-
 class Plain:
     """The nodes in plain JAX: signals are arrays, places are names."""
 
@@ -65,11 +58,11 @@ class Plain:
     conv = staticmethod(_convolve)
     bias = staticmethod(lambda at, s, b: s + b)
     scale = staticmethod(lambda at, s, b: s * b)
-    normalize = staticmethod(_normal)
+    normalize = staticmethod(lambda at, s, axes=-1: jax.nn.standardize(s, axes, epsilon=1e-6))
     activation = staticmethod(lambda at, f, *s: f(*s))
     softmax = staticmethod(lambda at, s: jax.nn.softmax(s))
-    max_pool = staticmethod(lambda at, s, window: jnp.max(_windows(s, window), axis=3))
-    mean_pool = staticmethod(lambda s, window: jnp.mean(_windows(s, window), axis=3))
+    max_pool = staticmethod(lambda at, s, window: nnx.max_pool(s, window, window))
+    mean_pool = staticmethod(lambda s, window: nnx.pool(s, 0.0, lax.add, window, window, "VALID") / math.prod(window))
     wire = staticmethod(lambda f, *s: f(*s))
     fork = staticmethod(lambda s, n, aggregate: (s,) * n)
     embedding = staticmethod(lambda at, tokens, table: table[tokens])
@@ -101,11 +94,6 @@ def add(name, make):
     return register
 
 
-def _softmax(x):
-    e = np.exp(x)
-    return e / e.sum(-1, keepdims=True)
-
-
 def drawn(x, y, classes=False, **shapes):
     """Makes parameters of these shapes, and inputs and targets; integers, and targets of classes, are as given."""
 
@@ -113,7 +101,7 @@ def drawn(x, y, classes=False, **shapes):
         rng = np.random.default_rng(0)
         draw = lambda shape: shape if isinstance(shape, np.ndarray) else 0.7 * rng.standard_normal(shape)
         params = {name: draw(shape) for name, shape in shapes.items()}
-        batch = draw(x), _softmax(draw(y)) if classes else draw(y)
+        batch = draw(x), special.softmax(draw(y), axis=-1) if classes else draw(y)
         cast = lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else None)
         return jax.tree.map(cast, (params, batch))
 

@@ -252,15 +252,25 @@ def test_a_layer_used_twice_is_one_layer():
     assert_descends(network, params, (x, y), 1.0, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_of_another_form_than_its_node_is_refused():
-    class Twice(nnx.Module):
-        def __call__(self, x):
-            return jnp.concatenate([x, x], axis=0)
+def test_a_layer_is_what_its_node_is():
+    """The model that is compared may change itself."""
 
-    node = lambda place, _, s: mplp.wire(lambda x: jnp.concatenate([x, x], -1), s)
-    mplp.layer.register(Twice, lambda part: mplp.Layer("twice", {}, node))
-    words = r"float32\(2, 6, 8\), the model float32\(4, 6, 4\)"
-    refused(ValueError, words, network_of, nnx.Sequential(Twice()), x=jnp.asarray(X))
+    class Shift(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return x + 1.0
+
+    nodes = [lambda x: x + 1.0, lambda x: 1.0 - x, lambda x: jnp.concatenate([x, x], axis=-1)]
+    mplp.layer.register(Shift, lambda part: mplp.Layer("shift", {}, lambda at, _, s: mplp.wire(nodes[-1], s)))
+    model = nnx.Sequential(Shift())
+    for words in (r"float32\(2, 6, 8\), the model float32\(2, 6, 4\)", r"values that differ by.*layer\.register"):
+        refused(ValueError, words, network_of, model, x=jnp.asarray(X))
+        nodes.pop()
+    network_of(model, x=jnp.asarray(X))
+    assert model.layers[0].calls[...] == 0
 
 
 def test_tokens_are_those_of_flax():
