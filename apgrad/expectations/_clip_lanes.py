@@ -84,8 +84,7 @@ def clip_lanes(
     shape = floats[0].shape[: 1 + by_part[0]] if floats else (tape.lanes,)
     if any(leaf.shape[: len(shape)] != shape for leaf in floats):
         raise ValueError(f"{what}: with parts=True all arrays start with the same axes, {shape}")
-    living = require_mask(what, jnp.ones(shape[:1], bool) if mask is None else mask, shape)
-    living = jnp.broadcast_to(living, shape)
+    living = jnp.ones(shape, bool) if mask is None else jnp.broadcast_to(require_mask(what, mask, shape), shape)
     factor = lax.stop_gradient(jnp.asarray(factor, real_dtype(floats)))
     log_factor = jnp.where(factor > 0, jnp.log(factor), jnp.nan)
     counts = jnp.zeros(2) if counts is None else counts

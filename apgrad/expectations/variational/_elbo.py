@@ -226,7 +226,6 @@ class _Draw(Messenger):
         if several := msg["kwargs"].get("sample_shape"):
             distribution = distribution.expand((*several, *distribution.batch_shape))
         estimator = self.elbo.choose(name, distribution, key)
-        what = f"{name} ({estimator.name})"
         given = None if self.given is None else self.given.get(name)
         try:
             drawn, zero = surrogate(estimator, distribution, key, given)
@@ -234,7 +233,7 @@ class _Draw(Messenger):
             raise TypeError(f"variational.elbo: the site {name}: {error}") from error
         baseline = None
         if zero is not None:
-            zero = distributions.guarded(what, distribution, zero)
+            zero = distributions.guarded(f"{name} ({estimator.name})", distribution, zero)
             baseline = baselines.evaluate(estimator.baseline, None, (distribution,))["baseline"]
             baseline = None if isinstance(baseline, str) else baseline
         msg["value"] = drawn if given is None else given
@@ -313,19 +312,18 @@ def _summed_to(x: jax.Array, shared: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
     """A cost of all lanes with the scores of the choices that it depends on, summed to (lanes,)."""
-    others = own = regression = jnp.zeros(())
+    zeros = others = regression = jnp.zeros(())
     shape = cost.value.shape
     for site, members in choices:
         shared = {dim for _, dim, _ in cost.plates.value & site.plates.value if dim in members}
         zero = _summed_to(site.zero, shared, shape)
+        zeros = zeros + zero
         if _leaves_one_out(site):
             others = others + zero
-        else:
-            own = own + zero
         if _learned(site):
             regression = regression - _summed_to(zero_with_gradient(site.baseline), shared, shape)
     less = dice(0, others, lax.stop_gradient(mean_of_others(cost.value, 1))) if others.ndim else 0
-    return per_lane(dice(cost.value, others + own) + less + lax.stop_gradient(cost.value) * regression)
+    return per_lane(dice(cost.value, zeros) + less + lax.stop_gradient(cost.value) * regression)
 
 
 def _own_baseline(site: _Site) -> jax.Array:
