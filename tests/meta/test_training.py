@@ -262,18 +262,13 @@ def test_a_log_that_a_kill_cut_goes_on(run, damage, lost):
     assert rows.tolist() == [*range(1, 5 - lost), 5, 6]
 
 
-def files(run):
-    return sorted(p for p in (run / "checkpoints" / "4").rglob("*") if p.is_file() and p.stat().st_size)
-
-
 # Orbax leaves coroutines behind when it gives up on a damaged file; on a slow machine they outlive its event loop.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["halved", "gone", "a bit"])
 def test_a_damaged_checkpoint_is_named_or_does_no_harm(run, how):
     """Each file of the newest checkpoint, damaged: what is read is right, or an error says what to do."""
-    like = trained(run, 4)
-    refused = 0
-    for path in files(run):
+    like, refused = trained(run, 4), 0
+    for path in [p for p in (run / "checkpoints" / "4").rglob("*") if p.is_file() and p.stat().st_size]:
         data = path.read_bytes()
         if how == "gone":
             path.unlink()
