@@ -10,7 +10,7 @@ import apgrad as ap
 from apgrad._ground.keys import require_key
 from apgrad._ground.norms import rescaled
 from apgrad._ground.primitives import refuse_batching, refuse_message
-from tests.cases import cases
+from tests.cases import TRANSFORMS, cases
 from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
@@ -46,21 +46,6 @@ OF_LEAVES = {
 def test_a_compiled_program_is_as_long_as_its_leaves_are_many(function):
     few, many = (len(jax.jit(function).lower([jnp.ones(4)] * n).compile().as_text().splitlines()) for n in (5, 50))
     assert many < 12 * few
-
-
-def in_scan(f):
-    return lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros_like(x), length=3)[0] / 3
-
-
-TRANSFORMS = {
-    "plain": lambda f: f,
-    "jit": jax.jit,
-    "scan": in_scan,
-    "jit of scan": lambda f: jax.jit(in_scan(f)),
-    "checkpoint in scan": lambda f: in_scan(jax.checkpoint(f)),
-    "vmap in scan": lambda f: in_scan(lambda x: jax.vmap(f)(jnp.stack([x, x]))[1]),
-    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x),
-}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
