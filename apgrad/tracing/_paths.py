@@ -118,11 +118,15 @@ class Element(NamedTuple):
     rank: int = 0
 
 
-Way = tuple[list[PathStep], Element | None]
-"""The steps of a path and where they end: at an output, or at None if no path goes on."""
+Way = tuple[list[PathStep], Element]
+"""The steps of a path and the element of an output at which they end."""
 
 
-def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int, zero: float) -> tuple[Any, int] | None:
+class NoPathError(Exception):
+    """No path of this rank goes on."""
+
+
+def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int, zero: float) -> tuple[Any, int]:
     """Of contributions `(what, weights of its paths)`, the one that has the weight of this rank, and which it is."""
     weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= zero]
     if any(math.isnan(w) for w, *_ in weighed):
@@ -130,8 +134,10 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int, zero: flo
             "the element has no heaviest path, because a derivative between it and the loss is NaN, or is 0 where "
             "another is infinite. `with jax.debug_nans(True)`, jax.grad says where a NaN is made."
         )
+    if rank >= len(weighed):
+        raise NoPathError
     weighed.sort(key=lambda each: -each[0])
-    return weighed[rank][1:] if rank < len(weighed) else None
+    return weighed[rank][1:]
 
 
 class Reader:
@@ -158,17 +164,11 @@ class Reader:
                 for number, (atom, weights) in enumerate(zip(atoms, contributions, strict=True))
                 if atom is variable and weights is not None
             ]
-            chosen = ranked(candidates, rank, self.zero)
-            if chosen is None:
-                return [], None
-            (row, number), rank = chosen
+            (row, number), rank = ranked(candidates, rank, self.zero)
             if row == len(jaxpr.eqns):
                 return steps, Element(number, index, rank)
             eqn, place = jaxpr.eqns[row], Element(number, index, rank)
-            more, end = self._through(scope, eqn, given[row], flags[row], arrived[row], place)
-            if end is None:
-                return [], None
-            output, index, rank = end
+            more, (output, index, rank) = self._through(scope, eqn, given[row], flags[row], arrived[row], place)
             steps, variable, start = steps + more, eqn.outvars[output], row + 1
 
     def _weights(self, messages):
@@ -235,10 +235,7 @@ class Reader:
             for i in np.sort(first):
                 index = tuple(int(n) for n in np.unravel_index(i, column.shape))
                 candidates.append(((number, index, float(column[index]), weights[index]), flat[i]))
-        chosen = ranked(candidates, at.rank, self.zero)
-        if chosen is None:
-            return [], None
-        (number, index, weight, after), rank = chosen
+        (number, index, weight, after), rank = ranked(candidates, at.rank, self.zero)
         shape, rest = tuple(eqn.outvars[number].aval.shape), float(after[rank])
         rest = rest if self.zero == 0 else math.exp(rest) if rest < 709 else math.inf
         step = PathStep(eqn.primitive.name, scope, (), shape, index, weight, rest)
@@ -250,7 +247,7 @@ class Reader:
         at = at._replace(number=chosen.index(at.number))
         steps, end = self.follow(scope, program, tangents, flags, messages, at)
         outputs = [i for i, r in enumerate(real) if r]
-        return [s._replace(scope=scope) for s in steps], end and end._replace(number=outputs[end.number])
+        return [s._replace(scope=scope) for s in steps], end._replace(number=outputs[end.number])
 
     def _loop(self, scope, inside, inputs, active, arrived, at) -> Way:
         semiring, context, program, (number, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
@@ -279,22 +276,18 @@ class Reader:
             sent.append(answers)
             arriving = filled(semiring, answers[fixed:last], values[fixed:last])
         messages, sent = messages[::-1], sent[::-1]
-        if not stages:
-            return [], Element(number - fixed, index, rank) if number >= fixed else None
+        if number >= fixed and not stages:
+            return [], Element(number - fixed, index, rank)
         step, steps = 0, []
         if number < fixed:
             weights = [self._weights(answers)[number] for answers in sent]
-            chosen = ranked([(t, [w[index] for w in each]) for t, each in enumerate(weights) if each], rank, self.zero)
-            if chosen is None:
-                return [], None
-            step, rank = chosen
+            candidates = [(t, [w[index] for w in each]) for t, each in enumerate(weights) if each]
+            step, rank = ranked(candidates, rank, self.zero)
         elif number >= last:
             step, index = slices.index(index[0]), index[1:]
         while True:
             place = Element(number, index, rank)
             more, end = self.follow(scope, program, stages[step], active, messages[step], place)
-            if end is None:
-                return [], None
             steps += [s._replace(steps=(slices[step], *s.steps)) for s in more]
             if end.number >= carried:
                 return steps, end._replace(index=(slices[step], *end.index))

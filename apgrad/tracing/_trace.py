@@ -1,5 +1,6 @@
 """`trace_gradients`: a loss at one point, with the paths along which its parameters get their gradients."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from apgrad._programs import jaxprs
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import Influence, PathKind, at_depth, influence_in, require_options
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, PathStep, Reader, viterbi
+from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, NoPathError, PathStep, Reader, viterbi
 from apgrad.tracing._scopes import warn_of_residual_adds
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, ordinary
@@ -113,7 +114,7 @@ class Trace:
           ValueError: also for a path weight that is NaN.
         """
         require_options(kind)
-        return self._read(parameter, index, SEMIRINGS[kind](), 1)[0] or []
+        return next(self._read(parameter, index, SEMIRINGS[kind](), 1), [])
 
     def paths(self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5) -> list[list[PathStep]]:
         """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
@@ -129,7 +130,7 @@ class Trace:
           >>> [[(step.primitive, step.weight) for step in path] for path in trace.paths("x")]
           [[('mul', 3.0), ('sub', 1.0)], [('mul', 2.0), ('sub', -1.0)]]
         """
-        return [p for p in self._read(parameter, index, viterbi(count=count), count) if p is not None]
+        return list(self._read(parameter, index, viterbi(count=count), count))
 
     def _read(self, parameter, index, semiring, count):
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
@@ -144,9 +145,10 @@ class Trace:
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
         one = [constant(semiring.one, (), loss.program.jaxpr.outvars[0].aval.dtype)]
         follow = functools.partial(reader.follow, "", loss.program, loss.inputs, loss.active, one)
-        ways = [follow(Element(number, index, rank)) for rank in range(count)]
-        plain = lambda steps: [step._replace(scope=jaxprs.users_scope(step.scope)) for step in steps]
-        return [None if end is None else plain(steps) for steps, end in ways]
+        for rank in range(count):
+            with contextlib.suppress(NoPathError):
+                steps, _ = follow(Element(number, index, rank))
+                yield [step._replace(scope=jaxprs.users_scope(step.scope)) for step in steps]
 
     def _run(self, function):
         return self._compiled(function, self._loss)(self._loss)
