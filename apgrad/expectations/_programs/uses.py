@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import Program, caller, inline, is_inexact, nested, place, restrict
 from apgrad.expectations._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
@@ -103,15 +104,6 @@ def _without_lane(inputs):
     return [Value(ValueKind.LANE) if value.kind == ValueKind.LANE else value for value in inputs]
 
 
-def _refuse(_, message):
-    why = "there is no reverse mode for lax.while_loop, which a parameter of the node goes through"
-    raise TypeError(f"{why}. Use lax.scan, or lax.fori_loop with a number of steps that is known.")
-
-
-_without_message = jax.custom_vjp(lambda x: x)
-_without_message.defvjp(lambda x: (x, None), _refuse)
-
-
 class _Walk:
     """A walk over a program that meets each use once, always in the same order."""
 
@@ -182,15 +174,18 @@ class _Expose(_Walk):
 
     def blocked(self, function, values, eqn):
         outputs = function(*(lax.stop_gradient(value.array) for value in values))
-        return self._with_ports(outputs, [x for x in outputs if is_inexact(x)], _without_message)
+        why = "there is no reverse mode for lax.while_loop, which a parameter of the node goes through"
+        instead = "Use lax.scan, or lax.fori_loop with a number of steps that is known."
+        outputs = self._with_ports(outputs, [x for x in outputs if is_inexact(x)])
+        return refuse_message(outputs, f"{why}. {instead}")
 
-    def _with_ports(self, outputs, operands, then=lambda x: x):
+    def _with_ports(self, outputs, operands):
         chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
         self.operands.append(operands)
         self.made.append([outputs[i] for i in chosen])
         if self.ports is None:
             return outputs
-        return place([then(outputs[i] + p) for i, p in zip(chosen, next(self.ports), strict=True)], chosen, outputs)
+        return place([outputs[i] + p for i, p in zip(chosen, next(self.ports), strict=True)], chosen, outputs)
 
     def loop(self, inside, program, inputs, moving, carry, xs):
         def body(state, x):
