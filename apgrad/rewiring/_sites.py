@@ -100,8 +100,7 @@ class Planner:
         jaxpr = program.jaxpr
         outputs = list(dict.fromkeys(jaxprs.variables(jaxpr.outvars)))
         inside = jaxprs.part(jaxpr.eqns, jaxpr.invars, outputs, program)
-        function = lambda *inputs: jaxprs.evaluate(inside, inputs, _run)
-        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, outputs), function)
+        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, outputs), inside)
         return self.plan(program, facts, "") if step is None else jaxprs.part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
@@ -130,10 +129,9 @@ class Planner:
         used = dict.fromkeys(jaxprs.variables(v for e in eqns for v in e.invars))
         inputs, outputs = [v for v in used if v not in made], [v for v in made if v in after]
         program = jaxprs.part(eqns, inputs, outputs)
-        function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
-        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs), function)
+        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs), program)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
         known.update(zip(outputs, flow(program, facts, through, merged, constant), strict=True))
@@ -148,7 +146,7 @@ class Planner:
         known.update(zip(eqn.outvars, made, strict=True))
         inside = jaxprs.nested(eqn)
         kind, label = _kind_and_label(eqn, inside, facts)
-        taken = self._offer(kind, label, around, facts, step, jaxprs.caller(eqn)) if kind else None
+        taken = self._offer(kind, label, around, facts, step) if kind else None
         return taken or self._open(step, inside, facts, around)
 
     def _open(self, step, inside, facts, around) -> PlanStep:
@@ -197,7 +195,8 @@ class Planner:
         self.plan(program, facts, around)
         self.hidden = outer
 
-    def _offer(self, kind: SiteKind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
+    def _offer(self, kind: SiteKind, label, around, facts, step: PlanStep, program=None) -> PlanStep | None:
+        """The step with a site in place of its equation, or of the program of several, if the rule takes the site."""
         floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if not floats(step.invars) or not floats(step.outvars):
             return None
@@ -208,7 +207,8 @@ class Planner:
         count = len(step.outvars)
 
         def function(*inputs):
-            outputs = call(*jaxprs.place(inputs, order, literals))
+            values = jaxprs.place(inputs, order, literals)
+            outputs = jaxprs.run(step.eqn, values) if program is None else jaxprs.evaluate(program, values, _run)
             return outputs[0] if count == 1 else tuple(outputs)
 
         name = jaxprs.join(around, label)
