@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -110,11 +111,6 @@ def test_a_number_is_a_message():
     assert jax.vjp(halve, 3.0)[1](1.0) == (0.5,)
 
 
-class Half:
-    def keep(self, key, x, axis=-1):
-        return x
-
-
 class WithoutAxis:
     def keep(self, key, x):
         return x
@@ -123,18 +119,18 @@ class WithoutAxis:
         return memory
 
 
-class Unhashable:
-    __hash__ = None
-    keep = restore = variance = R.rounding(4).keep
-
-
+FOUR = R.rounding(4)
 BUDGET = {"sampler": None, "budget_bytes": 9}
 WRONG = {
-    "not hashable": ({"sampler": Unhashable()}, TypeError, "not hashable"),
-    "half a sampler": ({"sampler": Half()}, TypeError, r"has keep and restore, .*got <.*Half.*>, without restore$"),
+    "not hashable": ({"sampler": SimpleNamespace(keep=FOUR.keep, restore=FOUR.restore)}, TypeError, "not hashable"),
+    "half": (
+        {"sampler": SimpleNamespace(keep=1)},
+        TypeError,
+        r"keep and restore, .*got .*keep=1.*, without restore$",
+    ),
     "no axis": ({"sampler": WithoutAxis()}, TypeError, r"keep of sampler is called with \(key, x, axis\)"),
     "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
-    "a class": ({"sampler": type(R.rounding(4))}, TypeError, "sampler is Rounding itself: call it"),
+    "a class": ({"sampler": type(FOUR)}, TypeError, "sampler is Rounding itself: call it"),
     "a number": ({"sampler": 4}, TypeError, "sampler has keep and restore"),
     "through": ({"sampler": R.stratified(0.1), "through": 8}, TypeError, "through has keep and restore"),
     "boundaries": ({"boundaries": R.rounding}, TypeError, "boundaries is rounding itself"),
