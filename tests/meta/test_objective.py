@@ -71,7 +71,7 @@ CASES += [dict.fromkeys(WEIGHTS, 0.0) | {name: weight, "learn_prior": True} for 
 
 
 def setting(options):
-    """A problem, its meta-parameters, the key of a task and the documented loss of that task."""
+    """The problem of one task, the meta-parameters, the task's key and its documented loss."""
     task = family()._replace(loss=error)
     learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
     problem = meta.inner_problem(task, learner, T, **options)
@@ -81,7 +81,8 @@ def setting(options):
     length = T
     if options.get("shortest"):
         length = int(jax.random.randint(jax.random.split(key, 4)[3], (), options["shortest"], T + 1))
-    return problem, theta, key, jax.jit(lambda theta: documented(task, theta, key, options, length))
+    fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
+    return fixed, theta, key, jax.jit(lambda theta: documented(task, theta, key, options, length))
 
 
 def described(options):
@@ -100,9 +101,8 @@ def test_derivatives_are_those_of_the_documented_loss(x64, options):
 
     @jax.jit
     def estimates(theta):
-        fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
-        truncated = _outer.Segments(fixed.init(theta, key), jnp.zeros((), int))
-        return [make(fixed).estimate(theta, key, truncated)[:2] for make in makers]
+        truncated = _outer.Segments(problem.init(theta, key), jnp.zeros((), int))
+        return [make(problem).estimate(theta, key, truncated)[:2] for make in makers]
 
     leaves, tree = jax.tree.flatten(theta)
     keys = jax.random.split(jax.random.key(7), len(leaves))
@@ -123,19 +123,13 @@ def first(outer, theta, key):
     return outer(theta, key, outer.init(theta, begin))
 
 
-SIGMA = 1e-4  # so small that what is smoothed is the loss itself
-EVOLUTION = [  # the others, over a whole unroll, are the first
-    lambda p: meta.evolution(p, sigma=SIGMA),
-    lambda p: meta.truncated_evolution(p, T, sigma=SIGMA, stagger=False),
-]
-
-
 @pytest.mark.long
 def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
-    options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": True}
-    problem, theta, key, loss = setting(options)
-    fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
-    estimators = [make(fixed) for make in EVOLUTION]
+    """Of a trained prior too, which acts on the start alone. A persistent one of a single segment is `evolution`."""
+    problem, theta, _, loss = setting(CASES[0])
+    makers = meta.persistent_evolution, meta.truncated_evolution
+    # So small a sigma that what is smoothed is the loss itself.
+    estimators = [make(problem, T, sigma=1e-4, stagger=False) for make in makers]
     flat, unravel = jax.flatten_util.ravel_pytree(theta)
     truth = jax.jit(jax.vmap(lambda row: central(loss, theta, unravel(row))))(jnp.eye(len(flat)))
     # The state that a truncation starts from is a constant, and so is the prior.
@@ -146,8 +140,7 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
 
 def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
     options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
-    problem, theta, key, loss = setting(options)
-    problem = problem._replace(init=lambda theta, _: setting(options)[0].init(theta, key))
+    problem, theta, _, loss = setting(options)
     outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization())
     value, gradient, _ = jax.jit(outer)(theta, jax.random.key(0))
     np.testing.assert_allclose(value, loss(theta), rtol=1e-6)
