@@ -193,7 +193,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows, shown = [], [{"correlation with SGD's": n, "value": s["correlation"]} for n, s in rule["surfaces"].items()]
     for method, result in results.items():
         values = np.array(result["eval"])
-        found = meta_curves.statistics(values) | {"outer_loss": meta_curves.total_loss(values)}
+        found = meta_curves.along(values)[-1] | {"outer_loss": meta_curves.total_loss(values)}
         figures[method] = found | ({"rate": result["rate"], "sweep": result["sweep"]} if "rate" in result else {})
         rows.append({"method": method, **found})
     table = f"{harness.table(rows, *rows[0])}\n{harness.table(shown, *shown[0])}"

@@ -90,7 +90,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     evaluate = meta_curves.evaluation(judged, meta.message_passing(judged.network), config.seed, config.runs, STEPS)
 
     def judge(rule):
-        found = meta_curves.statistics(evaluate(rule))
+        found = meta_curves.along(evaluate(rule))[-1]
         return np.array([found["mean"], found["standard_error"]])
 
     found = meta_curves.judged_cell(config, cell, outer, optimizer, rule, judge, cell["seed"])
@@ -104,7 +104,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for cell, result in records:
         if "method" in cell:
             name = cell["method"]
-            figures[name] = meta_curves.statistics(np.array(result["eval"]))
+            figures[name] = meta_curves.along(np.array(result["eval"]))[-1]
             figures[name] |= {k: result[k] for k in ("rate", "sweep") if k in result}
             constants[name if name not in BASELINES else f"tuned {name}"] = figures[name]["mean"]
             shown.append({"rule": name, **figures[name]})

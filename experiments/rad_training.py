@@ -32,7 +32,6 @@ paper in this:
 * "rounding" is not in the paper.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -158,7 +157,7 @@ def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[
 
     def score(pair, steps):
         # A diverged run's scores are argmaxes of NaN, an accuracy near 10 %.
-        run = dataclasses.replace(_run(config, network, method, steps, pair), draws=0, evaluations=1)
+        run = _run(config, network, method, steps, pair)._replace(draws=0, evaluations=1)
         return run.train(start, noise, sets, None)["curve"][-1][-1]
 
     def finalists():

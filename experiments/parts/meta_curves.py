@@ -244,11 +244,6 @@ def total_loss(curves: np.ndarray) -> float:
     return float(curves[:, :-1].sum(axis=1).mean())
 
 
-def statistics(values: np.ndarray) -> dict[str, float]:
-    """Mean, deviation and standard error of the last column."""
-    return along(values)[-1]
-
-
 def along(values: np.ndarray) -> list[dict[str, float]]:
     """Mean, deviation and standard error over runs (runs, steps + 1), for each step."""
     columns = values.mean(axis=0), values.std(axis=0, ddof=1)

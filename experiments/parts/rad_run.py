@@ -1,9 +1,8 @@
 """One training run of a network with randomized memory, step by step, resumable; see `rad_training`."""
 
 import bisect
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +64,7 @@ def _optimizer(network: str, steps: int, rate: Any, decay: Any) -> optax.Gradien
     return optax.chain(optax.add_decayed_weights(decay), optax.adam(schedule))
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One training."""
 
     network: str  # its name.
