@@ -96,11 +96,8 @@ PUCK = policies.System(
 def _training(name, units, horizon, lanes):
     if name != SHAC:
         return policies.training(PUCK, METHODS[name], units, TASK, horizon, lanes)
-    noisy = lambda policy, s, key: flow(policy, s) + jnp.array(puck.NOISE) * jax.random.normal(key, (4,))
-    system = actor_critic.System(puck.start, noisy, puck.cost, horizon)
     new_policy = functools.partial(policies.policy, PUCK, units)
-    learner = actor_critic.learner(system, new_policy, lanes, policies.SEGMENT, units, policies.CLIP)
-    return policies.compiled(policies.Learning(*learner))
+    return policies.compiled(actor_critic.learner(PUCK, horizon, new_policy, lanes, policies.SEGMENT, units))
 
 
 def cells(config: Config) -> list[harness.Cell]:

@@ -15,23 +15,15 @@ at the end. Lanes are out of step by whole windows.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.parts.policies import CLIP, Learning, System
+
 GAMMA, LAMBDA, PASSES, BATCHES, RATE, FOLLOW = 0.99, 0.95, 16, 4, 1e-3, 0.8
-
-
-class System(NamedTuple):
-    """What is simulated."""
-
-    start: Callable[[jax.Array, int], jax.Array]  # `(key, lanes) -> states`, (lanes, n).
-    # `(policy, state, key) -> state`, of one lane, with its noise.
-    step: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    cost: Callable[[jax.Array], jax.Array]  # states (..., n) to costs (...).
-    horizon: int  # steps of an episode.
 
 
 def new_critic(key: jax.Array, inputs: int, units: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -63,27 +55,28 @@ def goals(costs: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def learner(
-    system: System, new_policy: Callable[[jax.Array], Any], lanes: int, window: int, units: int, clip: float
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`init(key) -> state` and `step(state, key, rate) -> state`, as many windows as an episode has; policies first."""
-    clipped = optax.chain(optax.clip_by_global_norm(clip), optax.scale_by_adam())
+    system: System, horizon: int, new_policy: Callable[[jax.Array], Any], lanes: int, window: int, units: int
+) -> Learning:
+    """A step is as many windows as an episode has; the actor's gradients are clipped by their norm."""
+    clipped = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam())
     actor, fitting = optax.apply_if_finite(clipped, 10**9), optax.adam(RATE)
 
     def init(key):
         policy, (place, begin, other) = new_policy(key), jax.random.split(jax.random.fold_in(key, 1), 3)
         s = system.start(begin, lanes)
-        t = window * jax.random.randint(place, (lanes,), 0, system.horizon // window)
+        t = window * jax.random.randint(place, (lanes,), 0, horizon // window)
         critic = new_critic(other, s.shape[1] + 1, units)
         return policy, actor.init(policy), critic, fitting.init(critic), critic, s, t
 
     def left(t):
-        return (system.horizon - t) / system.horizon
+        return (horizon - t) / horizon
 
     def simulate(policy, target, s, t, key):
         def body(carry, key):
             s, k = carry
-            s = jax.vmap(system.step, (None, 0, 0))(policy, s, jax.random.split(key, lanes))
-            return (s, k + 1), (s, system.cost(s) / system.horizon)
+            drawn = lambda s, key: jnp.asarray(system.step(policy, s).sample(key))
+            s = jax.vmap(drawn)(s, jax.random.split(key, lanes))
+            return (s, k + 1), (s, system.cost(s) / horizon)
 
         (end, _), (states, costs) = jax.lax.scan(body, (s, 0), jax.random.split(key, window))
         future = GAMMA**window * value(target, end, left(t + window))
@@ -116,10 +109,10 @@ def learner(
         flat = before.reshape(-1, s.shape[1]), (times - 1).reshape(-1), goals(costs, values).reshape(-1)
         (critic, fitted, *_), _ = jax.lax.scan(fit, (critic, fitted, *flat), jax.random.split(passes, PASSES))
         target = jax.tree.map(lambda old, new: old + FOLLOW * (new - old), target, critic)
-        return policy, moments, critic, fitted, target, states[-1], (t + window) % system.horizon
+        return policy, moments, critic, fitted, target, states[-1], (t + window) % horizon
 
     def step(state, key, rate):
-        keys = jax.random.split(key, system.horizon // window)
+        keys = jax.random.split(key, horizon // window)
         return jax.lax.scan(lambda state, key: (one(state, key, rate), None), state, keys)[0]
 
-    return init, step
+    return Learning(init, step)

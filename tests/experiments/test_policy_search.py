@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -120,9 +121,9 @@ def test_targets_of_the_critic_are_those_of_td_lambda():
 
 def test_the_actors_first_update_is_that_of_the_windows_cost():
     # With one window an episode and Adam's first step, which has the gradient's signs, the policy moves by the rate.
-    start, step = lambda key, lanes: jax.random.normal(key, (lanes, 1)), lambda policy, s, key: s * policy
-    system = actor_critic.System(start, step, lambda s: s[..., 0], 2)
-    init, step = actor_critic.learner(system, lambda key: jnp.float32(0.5), 4, 2, 3, 10.0)
+    start, step = lambda key, lanes: jax.random.normal(key, (lanes, 1)), lambda policy, s: dist.Delta(s * policy)
+    system = policies.System((1, 1), start, step, lambda s: s[..., 0])
+    init, step = actor_critic.learner(system, 2, lambda key: jnp.float32(0.5), 4, 2, 3)
     with jax.numpy_dtype_promotion("standard"):
         first = init(jax.random.key(0))
         after = jax.jit(step)(first, jax.random.key(1), jnp.float32(0.1))
