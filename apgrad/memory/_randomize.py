@@ -104,9 +104,11 @@ def randomize(
         made = StretchWalk(_chooser(sampler, through, min_size, sizes), at_boundary)
 
         def make(*stretch):
-            within = budget_bytes is not None
-            plan = _within(budget_bytes, min_size, at_boundary, *stretch) if within else made.make(*stretch)
-            if not within and {*sizes, *of_blocks} == {True}:
+            if budget_bytes is not None:
+                plan = _within(budget_bytes, min_size, at_boundary, *stretch)
+            else:
+                plan = made.make(*stretch)
+            if budget_bytes is None and {*sizes, *of_blocks} == {True}:
                 largest = max(known[True] for known in (sizes, of_blocks) if known)
                 warn(
                     f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
