@@ -48,14 +48,13 @@ def test_a_compiled_program_is_as_long_as_its_leaves_are_many(function):
     assert many < 12 * few
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_derivatives_survive_every_transformation(transform, x64):
+@cases("wrap", TRANSFORMS)
+def test_derivatives_survive_every_transformation(wrap, x64):
     # As a custom_jvp function the zero loses its second derivative inside a scan.
     def derivatives(f):
         first, second = jax.grad(f), jax.grad(jax.grad(f))
         return lambda x: jnp.stack([first(x), second(x), jax.grad(second)(x)])
 
-    wrap = TRANSFORMS[transform]
     got = derivatives(lambda x: jnp.exp(wrap(lambda x: ap.zero_with_gradient(x**3))(x)))
     wanted = jax.jit(derivatives(lambda x: jnp.exp(x**3 - 0.7**3)))(0.7)
     alone, mapped = jax.jit(lambda x: (got(x), jax.vmap(got)(jnp.stack([x, x]))))(0.7)
@@ -63,9 +62,9 @@ def test_derivatives_survive_every_transformation(transform, x64):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_refused_derivatives_are_refused_everywhere(transform):
-    f = TRANSFORMS[transform](lambda x: ap.refuse_derivative({"a": x, "n": 3}, "no derivative here")["a"] * 2)
+@cases("wrap", TRANSFORMS)
+def test_refused_derivatives_are_refused_everywhere(wrap):
+    f = wrap(lambda x: ap.refuse_derivative({"a": x, "n": 3}, "no derivative here")["a"] * 2)
     assert f(jnp.float32(1.5)) == 3.0
     assert jax.grad(lambda x: x * f(jnp.float32(1.5)))(2.0) == 3.0  # nothing in there is differentiated
     for derivative in (jax.grad, jax.jacfwd, jax.hessian):

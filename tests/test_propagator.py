@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from tests.cases import TRANSFORMS
+from tests.cases import TRANSFORMS, cases
 from tests.refusals import refused
 
 identity = ap.Propagator(lambda x: (x, None), lambda _, m: (m,))
@@ -74,19 +74,19 @@ class Scale:
 
 
 @pytest.mark.parametrize("in_object", [False, True])
-@pytest.mark.parametrize("around", TRANSFORMS)
+@cases("around", TRANSFORMS)
 def test_a_closed_over_array_that_would_get_no_message_is_an_error(around, in_object):
     def f(t, x):
         propagator = ap.Propagator(lambda x: (x * t, None), lambda _, m: (m * t,))
         scale = Scale(t)
-        return TRANSFORMS[around](ap.node(ap.Propagator(scale.forward, scale) if in_object else propagator))(x)
+        return around(ap.node(ap.Propagator(scale.forward, scale) if in_object else propagator))(x)
 
     for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(lambda t, x: f(jnp.sin(t), x)))):
         words = r"closes over .* Pass the array to the node as an input"
         refused(TypeError, words, g, jnp.float32(3.0), jnp.float32(2.0))
 
 
-@pytest.mark.parametrize("around", TRANSFORMS)
+@cases("around", TRANSFORMS)
 def test_arrays_that_are_only_traced_may_be_closed_over(around):
     """Of any dtype: backward's by the product rule, forward's as constants."""
 
@@ -94,7 +94,7 @@ def test_arrays_that_are_only_traced_may_be_closed_over(around):
         kept = Scale(n)
         scale = functools.partial(lambda t, x: t * kept.t.astype(x.dtype) * x, t)
         propagator = ap.Propagator(lambda x: (scale(x), {"x": x}), lambda memory, m: (2 * scale(m) + 0 * memory["x"],))
-        return TRANSFORMS[around](ap.node(ap.chain(identity, propagator)))(x)
+        return around(ap.node(ap.chain(identity, propagator)))(x)
 
     slope = lambda t, n, x: jax.grad(lambda x: f(t, n, x))(x)
     args = jnp.array([1.5, 0.5]), jnp.array([3, 2]), jnp.array([2.0, 1.0])
@@ -102,7 +102,7 @@ def test_arrays_that_are_only_traced_may_be_closed_over(around):
     for batched in (jax.vmap(slope), jax.jit(jax.vmap(slope)), lambda *a: jax.lax.map(lambda a: slope(*a), a)):
         np.testing.assert_allclose(batched(*args), wanted, rtol=1e-6)
     # Outside the node t is differentiated through what backward computes: d/dt of the slope.
-    back = lambda t, x: TRANSFORMS[around](ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (m * t**3,))))(x)
+    back = lambda t, x: around(ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (m * t**3,))))(x)
     second = jax.jit(jax.grad(lambda t: jax.grad(back, argnums=1)(t, jnp.float32(2.0))))
     np.testing.assert_allclose(second(jnp.float32(1.5)), 3 * 1.5**2, rtol=1e-6)
 

@@ -21,6 +21,7 @@ from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._products import dense
 from apgrad.tracing._sums import bilinear, dtype_of, structs
 
+_OF_ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
 
 
@@ -44,10 +45,7 @@ def _window(equation: Equation) -> Pull:
 def _ragged(equation: Equation) -> Pull:
     """ragged_dot_general as `lax.ragged_dot` makes it: each row of the left factor meets the matrix of its group."""
     params = equation.params
-    numbers = params["ragged_dot_dimension_numbers"]
-    plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None
-    rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
-    if not (plain and rows):
+    if params["ragged_dot_dimension_numbers"] != _OF_ROWS or params["group_offset"] is not None:
         return dense(equation)
 
     def parts(left, right, sizes):
