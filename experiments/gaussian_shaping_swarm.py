@@ -84,8 +84,9 @@ def cells(config: Config) -> list[harness.Cell]:
     grid = lambda m, s, **more: harness.grid(method=[m], swarm=[s], width=config.widths, **more)
     found = [cell for s in config.swarms for cell in grid("exact", s, H=horizons[s])]
     compiled = sorted({size for s in config.swarms for size in sizes(config, s)})
-    for (h, b), m, s in itertools.product(compiled, linear_swarm.METHODS, config.swarms):
-        found += grid(m, s, H=[h], B=[b]) if (h, b) in sizes(config, s) else []
+    for h, b in compiled:
+        swarms = [s for s in config.swarms if (h, b) in sizes(config, s)]
+        found += [cell for m in linear_swarm.METHODS for s in swarms for cell in grid(m, s, H=[h], B=[b])]
     return found
 
 
