@@ -65,15 +65,6 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 @functools.cache
-def _training(units, horizon, lanes):
-    method = PLAIN["RP, short"]
-    estimates = policies.gradients(method, policies.program(LORENZ, method, "every step", horizon), lanes)
-    learner = policies.learning(estimates, functools.partial(policies.policy, LORENZ, units), method.clip_norm)
-    step = jax.jit(lambda state, key: learner.step(state, key, RATE))
-    return learner.init, step
-
-
-@functools.cache
 def _estimates(name, horizon, lanes):
     """`(keys of the past, keys, policy) -> gradients`, a row each key."""
     method = METHODS[name]
@@ -94,10 +85,11 @@ def _estimates(name, horizon, lanes):
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(config.seed), config.policies)
     start, training, estimating = jax.random.split(keys[cell["policy"]], 3)
-    init, step = _training(config.units, config.horizon, config.lanes)
-    state = init(start)
+    size = config.units, "every step", config.horizon, config.lanes
+    learner = policies.training(LORENZ, PLAIN["RP, short"], *size)
+    state = learner.init(start)
     for key in jax.random.split(training, cell["stage"]):
-        state = step(state, key)
+        state = learner.step(state, key[None], jnp.float32(RATE))
 
     def estimates(name, key, number):
         past, keys = jax.random.split(key)
