@@ -403,11 +403,17 @@ def test_the_refusal_of_a_scale_around_a_kink_says_where_to_write_it():
 
 MENDED = [
     (dist.BernoulliLogits, "logits", {}),
+    (dist.BinomialLogits, "logits", {"total_count": 3}),
+    (dist.Beta, "concentration1", {"concentration0": 1.0}),
     (dist.Dirichlet, "concentration", {}),
+    (dist.CategoricalProbs, "probs", {}),
+    (dist.CategoricalLogits, "logits", {}),
     (dist.MultinomialProbs, "probs", {"total_count": 3}),
     (dist.MultinomialLogits, "logits", {"total_count": 3}),
     (dist.ZeroInflatedProbs, "gate", {"base_dist": dist.Poisson(2.0)}),
+    (dist.HurdleProbs, "gate", {"base_dist": dist.Poisson(2.0)}),
     (dist.Poisson, "rate", {}),
+    (dist.NegativeBinomialProbs, "probs", {"total_count": 3}),
 ]
 
 

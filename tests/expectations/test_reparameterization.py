@@ -19,10 +19,10 @@ WRAPS = {
 
 @cases("wrap", WRAPS)
 def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(wrap, x64):
-    # A mixture of one component is a normal: x = m + s z with the same z at any theta, also in a scan.
+    # Of rates r and 2 r: y = exp(-r x) has q y + p y^2 = 1 - cdf, which is the same at any theta, also in a scan.
     def one(t):
-        normals = dist.Normal(jnp.sin(t)[None], jnp.exp(t)[None])
-        return wrap(dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros(1)), normals))
+        rates = jnp.exp(t) * jnp.array([1.0, 2.0])
+        return wrap(dist.MixtureSameFamily(dist.Categorical(logits=jnp.stack([-t, t])), dist.Exponential(rates)))
 
     def implicit(tape, t):
         def body(tape, _):
@@ -33,8 +33,14 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(wrap, x64):
 
     estimate = jax.jit(ap.expectation(implicit, 5, has_aux=True))
     t = jnp.array(0.3)
-    z = (estimate(KEY, t)[1] - jnp.sin(t)) / jnp.exp(t)
-    exact = lambda t: jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
+    y, p = jnp.exp(-jnp.exp(t) * estimate(KEY, t)[1]), jax.nn.sigmoid(2 * t)
+    above = (1 - p) * y + p * y**2
+
+    def exact(t):
+        p = jax.nn.sigmoid(2 * t)
+        y = (jnp.sqrt((1 - p) ** 2 + 4 * p * above) - (1 - p)) / (2 * p)
+        return jnp.sum((-jnp.log(y) / jnp.exp(t)) ** 3) / 5
+
     both = lambda f, t: (jax.grad(f)(t), jax.grad(jax.grad(f))(t))  # a Newton step less shows at the second
     found = lambda t: estimate(KEY, t)[0]
     np.testing.assert_allclose(*jax.jit(lambda t: (both(found, t), both(exact, t)))(t), rtol=1e-9)
