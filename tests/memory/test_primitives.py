@@ -147,14 +147,18 @@ SAMPLERS = [
 ]
 
 
+def loss_of(name):
+    product, x, w = PRODUCTS[name]
+    # The barrier stands for work that nobody wants to do again: the product's input has to be remembered.
+    return lambda x, w: jnp.sum(jnp.sin(product(jax.lax.optimization_barrier(x), w))), x, w
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_unbiased(name, sampler):
     if name == "conv NCHW" and sampler not in SAMPLERS[:2]:
         pytest.skip("the order of axes does not depend on the sampler")
-    product, x, w = PRODUCTS[name]
-    # The barrier stands for work that nobody wants to do again: the product's input has to be remembered.
-    loss = lambda x, w: jnp.sum(jnp.sin(product(jax.lax.optimization_barrier(x), w)))
+    loss, x, w = loss_of(name)
     gradient = jax.jit(jax.grad(ap.randomize(loss, sampler, through=None, min_size=16), argnums=(1, 2)))
     truth = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
     if sampler == R.rounding(2, group=8):  # the cosine that multiplies the message to x is rounded too
@@ -163,6 +167,17 @@ def test_unbiased(name, sampler):
     # The message to x is exact.
     chex.assert_trees_all_close(gradient(KEY, x, w)[0], truth[0], rtol=1e-4, atol=1e-5)
     assert_unbiased(lambda key: gradient(key, x, w)[1], truth[1])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_exact_where_all_is_kept(name):
+    loss, x, w = loss_of(name)
+    every = R.rounding(32), R.stratified(1.0), R.same_sample(1.0, replacement=False)
+    random = [ap.randomize(loss, sampler, through=None, min_size=16) for sampler in every]
+    found = jax.jit(lambda: [jax.grad(f, argnums=(1, 2))(KEY, x, w) for f in random])()
+    truth = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    for gradient in found:
+        chex.assert_trees_all_close(gradient, truth, rtol=1e-5, atol=1e-5)
 
 
 def test_of_an_image_positions_are_kept_with_all_their_channels():

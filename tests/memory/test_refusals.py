@@ -141,6 +141,8 @@ WRONG = {
     "through, a budget": (BUDGET | {"through": None}, ValueError, "got through=None beside budget_bytes=9"),
     "through as it is": (BUDGET | {"through": R.rounding(8)}, ValueError, "leave out one"),
     "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes must be a finite"),
+    "negative": ({"sampler": None, "budget_bytes": -1}, ValueError, "budget_bytes must be a finite"),
+    "a word": ({"sampler": None, "budget_bytes": "1 MB"}, ValueError, "budget_bytes must be a finite"),
     "min_size": ({"min_size": float("nan")}, ValueError, "min_size must be a finite"),
 }
 
