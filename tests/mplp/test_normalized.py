@@ -174,6 +174,7 @@ def test_what_a_controllers_network_says_fades_in_a_rule_that_is_made_so(x64, se
     constant = log_lengths(rule, times)
     controller.gain[...] += 1.0
     np.testing.assert_allclose((log_lengths(rule, times) - constant) / 0.3, left, rtol=1e-9)
+    refused(ValueError, "settle must be an integer", made, settle=0)
 
 
 def test_steps_get_shorter_until_the_horizon():

@@ -452,6 +452,9 @@ NODES = [
     (lambda at: dense(at, tanh(at), W), r"'d' is used by two nodes that differ: 'd' \(activation.*place\.within"),
     (lambda at: S(at) * X, r"a Signal has no arithmetic.*mplp\.wire\(jnp\.add, a, b\)"),
     (lambda at: S(at) @ X.T, "a Signal has no arithmetic"),
+    (lambda at: S(at) + S(at), "a Signal has no arithmetic"),
+    (lambda at: W + W, "a Parameter has no arithmetic"),
+    (lambda at: X @ W, "a Parameter has no arithmetic"),
     (lambda at: 2.0 * W + W, r"a Parameter has no arithmetic.*mplp\.dense"),
 ]
 

@@ -243,12 +243,13 @@ def test_options_are_finite_numbers():
         lambda: r.surrogate_gradient(beta=-1.0),
         lambda: r.gradient_reversal("x", strength=jnp.ones(3)),
         lambda: r.difference_target_propagation(KEY, "x", step=0.0),
-        lambda: r.predictive_coding("x", rate=nan),
+        lambda: r.predictive_coding("x", rate=0.0),
     ):
         refused(ValueError, "must be a finite number", make)
     for make in (r.feedback_alignment, r.direct_feedback_alignment, r.kolen_pollack):
         refused(TypeError, f"the key of {make.__name__} is one PRNG key", make, 3)
-    refused(ValueError, "must be an integer", r.predictive_coding, "x", steps=2.5)
+    for steps in (0, 2.5):
+        refused(ValueError, "must be an integer", r.predictive_coding, "x", steps=steps)
     refused(ValueError, "beta=3.0 is the fast sigmoid's", r.surrogate_gradient, derivative=jnp.abs, beta=3.0)
     refused(TypeError, r"first_of takes a rule .*, got function. Call it", r.first_of, r.sign_symmetry)
     assert jax.jit(lambda s: jax.grad(ap.rewire(jnp.sin, r.gradient_reversal("sin", strength=s)))(0.0))(2.0) == -2
