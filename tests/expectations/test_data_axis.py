@@ -14,15 +14,22 @@ KEY = jax.random.key(0)
 THETA = 0.3
 
 
+@pytest.mark.filterwarnings("ignore:.*averages over other data")  # the parameters are the lanes' own
 def test_value_and_lane_wide_choices():
     """The objective is the mean over data; a choice that data share pays for that mean and for its own cost."""
     shared, to_go = jnp.array([[1.0, 2.0, 6.0], [0.0, 3.0, 0.0]]), jnp.array([10.0, 20.0])
-    program = lambda tape, a, b: visit(visit(tape, a), b, parts=True).cost(to_go).cost(shared)
-    objective = ap.expectation(program, lanes=2, data=3)
-    value, (a, b) = jax.jit(jax.value_and_grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(2), jnp.zeros((2, 3)))
+
+    def program(tape, a, b, c):
+        tape = visit(visit(tape, a), b, parts=True)
+        return visit(tape, c, "leave_one_out", parts=True).cost(to_go).cost(shared)
+
+    differentiated = jax.jit(jax.value_and_grad(ap.expectation(program, lanes=2, data=3), argnums=(1, 2, 3)))
+    value, (a, b, c) = differentiated(KEY, jnp.zeros(2), *[jnp.zeros((2, 3))] * 2)
     assert value == pytest.approx(float(jnp.mean(shared)) + 15)
     np.testing.assert_allclose(a, (to_go + shared.mean(-1)) / 2, rtol=1e-6)
-    np.testing.assert_allclose(b, (to_go[:, None] + shared / 3) / 2, rtol=1e-6)
+    total = to_go[:, None] + shared / 3
+    np.testing.assert_allclose(b, total / 2, rtol=1e-6)
+    np.testing.assert_allclose(c, (total - total[::-1]) / 2, rtol=1e-6)  # the other lane's, of the same datum
 
 
 def test_derivatives_are_unbiased_to_second_order():
