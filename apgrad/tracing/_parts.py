@@ -2,7 +2,8 @@
 
 The parts are walked for the way back only. Their edges are the primitive's, since at most one path leads through them
 from an input to an output element. A window's taps are slices of the padded input: so a convolution is a sum over taps
-k of products w_k . x[k :: stride], a maximum a choice of slices. Other parts are those of JAX's own derivative.
+k of products w_k . x[k :: stride], a maximum a choice of slices. Cumulative operations are scans. Other parts
+are those of JAX's own derivative.
 """
 
 import functools
@@ -58,13 +59,14 @@ def _ragged(equation: Equation) -> Pull:
     return equation.in_parts(parts)
 
 
-def _cumsum(equation: Equation) -> Pull:
-    axis, reverse = equation.params["axis"], equation.params["reverse"]
-    return equation.in_parts(lambda x: [lax.associative_scan(jnp.add, x, axis=axis, reverse=reverse)])
+def _cumulative(equation: Equation) -> Pull:
+    """By the scan of the operation itself, of which JAX's derivative is up to half as large again."""
+    combine, axis, reverse = _CUMULATIVE[equation.name], equation.params["axis"], equation.params["reverse"]
+    return equation.in_parts(lambda x: [lax.associative_scan(combine, x, axis=axis, reverse=reverse)])
 
 
 def _by_derivative(equation: Equation) -> Pull:
-    """By the program of JAX's own derivative: a gather where elements are sorted, a scan, or a `scatter-add`."""
+    """By the program of JAX's own derivative: a gather where elements are sorted, or a `scatter-add`."""
     changes = {"unique_indices": False} if equation.name == "scatter" else {}  # or it would be a scatter again
     call, chosen = functools.partial(equation.call, **changes), [i for i, a in enumerate(equation.active) if a]
 
@@ -140,9 +142,17 @@ def _taps(x, first, size, strides, dilation, shape):
         yield (lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))), index)
 
 
+_CUMULATIVE = {
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+    "cumlogsumexp": jnp.logaddexp,
+}
+
 PART_RULES: dict[str, EdgeRule] = {
-    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "scatter", "sort", "top_k"), _by_derivative),
-    "cumsum": _cumsum,
+    **dict.fromkeys(_CUMULATIVE, _cumulative),
+    **dict.fromkeys(("scatter", "sort", "top_k"), _by_derivative),
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),

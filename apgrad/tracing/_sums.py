@@ -72,6 +72,8 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
 
 def plus_over_copies(semiring: Semiring, value: Value, wide: Any, narrow: Any, shape: Any) -> Value:
     """The messages to an array of a shape, which was reshaped to `narrow`, broadcast to `wide` and reshaped again."""
+    if tuple(wide) == shape:
+        return value
     axes = tuple(i for i, n in enumerate(narrow) if n == 1 != wide[i])
     value = plus_over(semiring, tuple(x.reshape(wide) for x in value), axes)
     return tuple(x.reshape(shape) for x in value)

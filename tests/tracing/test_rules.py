@@ -237,6 +237,13 @@ def test_unknown_primitive_is_right_with_a_warning_or_refused():
         jax.eval_shape(ap.semiring_grad(loss, MINE), jax.ShapeDtypeStruct((70, 70), jnp.float32))
 
 
+def test_programs_of_scalars_and_of_cumulative_operations_are_no_larger_than_their_operations():
+    program = lambda f, x: str(jax.make_jaxpr(ap.semiring_grad(f, ap.tracing.max_product()))(x))
+    assert "reshape" not in program(lambda x: jnp.sin(x) * x, 0.5)
+    lengths = [program(lambda x, f=f: jnp.sum(f(x)), jnp.ones(64)).count(" = ") for f in (lax.cumprod, lax.cumsum)]
+    assert lengths[0] <= lengths[1]
+
+
 def test_a_rounded_number_has_a_rounded_message_as_jax_grad():
     loss = lambda x, w: jnp.sum(jnp.sin(lax.reduce_precision(x * w, 5, 3) ** 2))
     args = r(20), r(20)
