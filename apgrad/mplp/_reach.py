@@ -39,7 +39,7 @@ class Reach:
     widths: tuple[int, int]
     updates: int | None = None
     wires: bool = False
-    said: set[str] = dataclasses.field(default_factory=set, compare=False)
+    said: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def warn(self, text: str) -> None:
         if text not in self.said:
