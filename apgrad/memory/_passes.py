@@ -128,7 +128,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
                 arrays, present = _evaluated_again(use, arrays, computed, present)
             else:
                 jaxprs.run_all(use.eqns, arrays)
-            coefficients[i] = _final(use.var, arrays)
+            coefficients[i] = _value(use.var, arrays)
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * coefficients[1].astype(out[0].aval.dtype)]
@@ -235,9 +235,13 @@ def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
     return size - len(contracted) if i == 0 else step.eqn.outvars[0].aval.ndim
 
 
-def _final(v, values):
+def _value(v, values):
     if isinstance(v, Literal):
         return jnp.asarray(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    if v in values:
-        return values[v]
+    return values[v]
+
+
+def _final(v, values):
+    if isinstance(v, Literal) or v in values:
+        return _value(v, values)
     return jnp.zeros(v.aval.shape, v.aval.dtype)
