@@ -17,7 +17,7 @@ from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, NoPathError, PathStep, Reader, viterbi
 from apgrad.tracing._scopes import warn_of_residual_adds
 from apgrad.tracing._semiring_grad import original, propagated, traced
-from apgrad.tracing._semirings import max_product, ordinary
+from apgrad.tracing._semirings import max_product
 from apgrad.tracing._sums import constant
 
 # What was compiled for a function, as long as the function lives.
@@ -79,8 +79,14 @@ class Trace:
 
     @functools.cached_property
     def gradient(self) -> Any:
-        """The gradient, in the structure of the parameters."""
-        return self._loss.tree(self._run(lambda loss: propagated(ordinary(), loss)))
+        """The gradient, in the structure of the parameters: JAX's own."""
+        number = len(self.parameters)
+
+        def gradient(loss):
+            value = lambda chosen: jaxprs.evaluate(loss.program, [*chosen, *loss.inputs[number:]])[0]
+            return jax.grad(value)(loss.inputs[:number])
+
+        return self._loss.tree(self._run(gradient))
 
     @functools.cached_property
     def weights(self) -> Any:

@@ -368,22 +368,31 @@ def loss_of(function):
 @pytest.mark.filterwarnings("ignore:tracing has no rule:UserWarning")
 @cases("functions", GROUPS, long=GROUPS.keys() - {"lax"})
 def test_functions_of_jax(functions):
-    """The sum over all paths is the gradient; of their magnitudes it is at least that, and the heaviest path's."""
+    """The sum over all paths is the gradient; of their magnitudes it is at least that, and the heaviest path's.
+
+    The entropy is at least minus the logarithm of the heaviest path's share.
+    """
+    entropy = ap.tracing.entropy()
+    both = entropy._replace(finish=lambda value: (value[0], entropy.finish(value)))  # the sum of magnitudes with it
 
     @jax.jit  # one program for the group
     def of_all(given):
         found = {}
         for name, args in given.items():
             loss, numbers = loss_of(functions[name][0]), tuple(range(len(args)))
-            semirings = MINE, ap.tracing.max_product(), ap.tracing.absolute_sum()
+            semirings = MINE, ap.tracing.max_product(), both
             propagated = [ap.semiring_grad(loss, semiring, numbers)(*args) for semiring in semirings]
             found[name] = list(zip(jax.grad(loss, numbers)(*args), *propagated, strict=True))
         return found
 
     found = jax.tree.map(np.asarray, of_all({name: args for name, (_, args) in functions.items()}))
-    for name, (gradient, got, heaviest, total) in ((name, each) for name, made in found.items() for each in made):
-        assert got.dtype == gradient.dtype and got.shape == gradient.shape, name
-        np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-5, err_msg=name)
-        assert np.all(np.isfinite(gradient)) and np.all(np.isfinite(total)), name
-        assert np.all(total >= heaviest * (1 - 1e-4) - 1e-6), name
-        assert np.all(total >= np.abs(gradient) * (1 - 1e-3) - 1e-4), name
+    for name, arguments in found.items():
+        for gradient, got, heaviest, (total, entropies) in arguments:
+            assert got.dtype == gradient.dtype and got.shape == gradient.shape, name
+            np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-5, err_msg=name)
+            assert np.all(np.isfinite(gradient)) and np.all(np.isfinite(total)), name
+            assert np.all(total >= heaviest * (1 - 1e-4) - 1e-6), name
+            assert np.all(total >= np.abs(gradient) * (1 - 1e-3) - 1e-4), name
+            assert np.all(np.isfinite(entropies)) and np.all(entropies >= -1e-3), name
+            some = total > 0
+            assert np.all(entropies[some] >= np.log(total[some] / heaviest[some]) - 1e-2), name
