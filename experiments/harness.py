@@ -53,6 +53,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 import apgrad as ap
 from apgrad._ground.files import locked, write_atomically
@@ -179,6 +180,7 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
 
     with matplotlib.rc_context(STYLE):
         report, picture = experiment.report(config, records), io.BytesIO()
+        _label_decades(report.figure)
         FigureCanvasAgg(report.figure).print_png(picture)
     header = {
         **_fingerprint(experiment, config),
@@ -331,6 +333,14 @@ def panels(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5, 3.4)
     """A figure of a size in inches, and its axes (rows, columns)."""
     figure = Figure(size, layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _label_decades(figure: Figure) -> None:
+    """Logarithmic axes that show two decades have no labels between them, which can lie on each other."""
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if axis.get_scale() == "log"):
+        low, high = sorted(axis.get_view_interval())
+        if sum(low <= place <= high for place in axis.get_majorticklocs()) > 1:
+            axis.set_minor_formatter(NullFormatter())
 
 
 def band(ax: Axes, x: Any, y: Any, low: Any, high: Any, *, fmt: str = "o-", **style: Any) -> None:

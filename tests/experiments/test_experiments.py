@@ -84,6 +84,14 @@ class TestHarness:
         assert run(toy) == whole
         assert not list((tmp_path / "run").rglob("*.tmp"))
 
+    def test_an_axis_of_two_decades_has_no_labels_between_them(self, toy, run):
+        figure, ((ax,),) = harness.panels()
+        ax.set(xscale="log", xlim=(0.01, 0.39))
+        report = toy.report
+        toy.report = lambda *args: report(*args)._replace(figure=figure)
+        run(toy)
+        assert not any(label.get_text() for label in ax.xaxis.get_minorticklabels())
+
     def test_another_run_in_the_folder_is_refused(self, toy, run, tmp_path, monkeypatch):
         before = run(toy)
         refused(SystemExit, r"(?s)config.seed: 0 there, 1 now.*--out", run, toy, "--seed 1")
