@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.contrib import control_flow
 from numpyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 
 import apgrad as ap
@@ -414,6 +415,25 @@ def test_a_site_of_several_samples_is_that_of_an_expanded_distribution(estimator
 def test_a_site_whose_value_is_substituted_is_a_cost():
     fixed = numpyro.handlers.substitute(guide, {"c": jnp.array([1, 0, 1])})
     assert_the_same_gradient(V.elbo(lanes=4), Trace_ELBO(4), PARAMS, model, fixed, DATA)
+
+
+def test_a_site_of_the_guide_in_a_loop_or_branch_of_numpyro_is_refused():
+    """NumPyro has drawn it by then, as a substituted one is, but of parameters: it would have no score."""
+    draw = lambda carry, _: (carry, numpyro.sample("z", dist.Bernoulli(logits=carry)))
+    m = lambda: numpyro.param("m", 0.0)
+    branch = lambda x: draw(x, None)
+    for guide in (
+        lambda: control_flow.scan(draw, m(), None, length=1),
+        lambda: control_flow.cond(True, branch, branch, m()),
+    ):
+        loss = lambda params, guide=guide: V.elbo(lanes=2).loss(KEY, params, lambda: None, guide)
+        refused(
+            ValueError,
+            "the guide latent site z was drawn in a scan or cond of NumPyro",
+            jax.eval_shape,
+            loss,
+            {"m": 0.4},
+        )
 
 
 def test_what_does_not_fit_is_an_error():

@@ -219,8 +219,9 @@ class _Draw(Messenger):
     def process_message(self, msg):
         if msg["type"] != "sample" or msg["is_observed"]:
             return
-        if msg["value"] is not None:  # by `handlers.substitute`: a number like others, whose density is a cost
-            self.substituted.add(msg["name"])
+        if msg["value"] is not None:
+            if not msg.get("_control_flow_done"):  # a sample of a loop, which NumPyro marks so and has drawn by itself
+                self.substituted.add(msg["name"])  # a number like others, whose density is a cost
             return
         name, distribution, key = msg["name"], msg["fn"], msg["kwargs"]["rng_key"]
         if several := msg["kwargs"].get("sample_shape"):
