@@ -18,7 +18,8 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
 
     def run(index, key, ports):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        # A token of its own, so that no cached `jit` hides what the branch does, nor later that it meets sites.
+        # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache would hide from the first
+        # trace what it does, and one that a rehearsal leaves there would hide its sites where they are counted.
         fresh = ledger.collecting or (ledger.rehearsing and tape._plan.sites is not None)
         plan = tape._plan._replace(token=object()) if fresh else tape._plan
         ledger.branches += 1

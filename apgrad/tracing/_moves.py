@@ -53,7 +53,8 @@ def _tile(equation: Equation) -> Pull:
     """tile: the copies along each axis come before what is copied, as if they were axes of their own."""
     semiring, shape, reps = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["reps"]
     sizes = (1,) * (len(reps) - len(shape)) + shape
-    wide, narrow = ([n for pair in zip(copies, sizes, strict=True) for n in pair] for copies in (reps, [1] * len(reps)))
+    in_turn = lambda copies: [n for pair in zip(copies, sizes, strict=True) for n in pair]
+    wide, narrow = in_turn(reps), in_turn([1] * len(reps))
     return Partial(lambda messages: [plus_over_copies(semiring, messages[0], wide, narrow, shape)])
 
 

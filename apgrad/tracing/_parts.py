@@ -60,7 +60,7 @@ def _ragged(equation: Equation) -> Pull:
 
 
 def _cumulative(equation: Equation) -> Pull:
-    """By the scan of the operation itself, of which JAX's derivative is up to half as large again."""
+    """By the scan of the operation itself, a smaller program than that of JAX's derivative."""
     combine, axis, reverse = _CUMULATIVE[equation.name], equation.params["axis"], equation.params["reverse"]
     return equation.in_parts(lambda x: [lax.associative_scan(combine, x, axis=axis, reverse=reverse)])
 

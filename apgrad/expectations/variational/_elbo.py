@@ -83,7 +83,8 @@ def elbo(
       -0.2
     """
     estimators = dict(estimators or {})
-    for name, estimator in [*estimators.items(), *[("default", default)] * (default is not None)]:
+    of_others = [] if default is None else [("default", default)]
+    for name, estimator in [*estimators.items(), *of_others]:
         if not isinstance(estimator, Estimator):
             raise TypeError(f"variational.elbo: {name} takes estimators as ap.likelihood_ratio(), {_unfit(estimator)}")
         baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
@@ -220,8 +221,10 @@ class _Draw(Messenger):
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         if msg["value"] is not None:
-            if not msg.get("_control_flow_done"):  # a sample of a loop, which NumPyro marks so and has drawn by itself
-                self.substituted.add(msg["name"])  # a number like others, whose density is a cost
+            # NumPyro marks what it has drawn itself, in a loop or branch, which is refused. Any other value is there by
+            # `handlers.substitute`: it is a number like others, and its density is a cost.
+            if not msg.get("_control_flow_done"):
+                self.substituted.add(msg["name"])
             return
         name, distribution, key = msg["name"], msg["fn"], msg["kwargs"]["rng_key"]
         if several := msg["kwargs"].get("sample_shape"):
