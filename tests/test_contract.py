@@ -663,6 +663,24 @@ def test_a_module_that_changes_itself_is_refused(name):
         jax.eval_shape(lambda x, layer=layer: made(layer, x), x)
 
 
+class Counting(nnx.Linear):
+    """It changes what is no array: how often it was called."""
+
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("name", GIVEN_MODULES)
+def test_a_module_that_changes_what_is_no_array_is_refused(name):
+    made, layer = GIVEN_MODULES[name](lambda layer, x: jnp.sum(jnp.tanh(layer(x)))), Counting(3, 3, rngs=nnx.Rngs(1))
+    inside = GIVEN_MODULES[name](nnx.jit(lambda layer, x: jnp.sum(jnp.tanh(layer(x)))))
+    for function in (made, inside):
+        refused(ValueError, f"{name} is given a function that .*in place", function, layer, jnp.ones((4, 3)))
+
+
 def test_values_drawn_elsewhere_with_a_module_in_a_branch_and_empty():
     # `ap.score` stands outside of ESTIMATORS, since it samples nothing; all else is in expectations/test_score.py.
     x, inputs = jnp.array([[0, 2], [1, 1], [2, 0], [0, 1]]), jax.random.normal(KEY, (4, 2, 3))

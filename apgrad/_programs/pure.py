@@ -14,15 +14,16 @@ def trace(
 ) -> tuple[jaxprs.Program, Any]:
     """The program of `function(put(*arrays))` and its output's shapes, or an error if it writes to what it is given.
 
-    Flax NNX writes back what was there. So an argument is changed if the program leaves in it what did not come in.
+    Flax NNX writes back what was there. So an argument is changed if the program leaves in it what did not come in. Its
+    form, which holds a module's attributes that are no arrays, must be the same.
     """
 
     def traced(*arrays):
         given = put(*arrays)
-        before = jax.tree.leaves(given)
+        before, form = jax.tree.flatten(given)
         output = function(given)
-        after = jax.tree.leaves(given)
-        if len(before) != len(after):
+        after, form_after = jax.tree.flatten(given)
+        if form != form_after:
             raise ValueError(who + _CHANGES)
         return output, [pair for pair in zip(before, after, strict=True) if pair[0] is not pair[1]]
 
@@ -43,8 +44,8 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args):
         before, form = jax.tree.flatten(args)
         output = function(*args)
-        after = jax.tree.leaves(args)
-        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+        after, form_after = jax.tree.flatten(args)
+        if form != form_after or any(a is not b for a, b in zip(before, after, strict=True)):
             arrays, put = jaxprs.arrays_of(form.unflatten(before), (jax.Array,))
             trace(who, lambda given: (function(*given), None)[1], put, arrays)
         return output
