@@ -14,7 +14,7 @@ from apgrad._ground.keys import hashed
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._passes import REASON, inexact, remembering
-from apgrad.memory._samplers import Sampler, restored
+from apgrad.memory._samplers import Sampler, kept, restored
 
 
 def packed_block(program: jaxprs.Program, inner: Any, samplers: Sequence[Sampler | None]) -> Callable[..., list[Any]]:
@@ -26,7 +26,7 @@ def packed_block(program: jaxprs.Program, inner: Any, samplers: Sequence[Sampler
 
     def forward(key, inputs, chosen):
         outputs, keys = plain(*inputs), hashed(key, jnp.arange(count))
-        keep = lambda k, s, x: x if s is None else s.keep(k, refuse_derivative(x, REASON))
+        keep = lambda k, s, x: x if s is None else kept(s, k, refuse_derivative(x, REASON))
         packed = [keep(*one) for one in zip(keys, samplers, inputs, strict=True)]
         return outputs, packed, [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in inputs]
 

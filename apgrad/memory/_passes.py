@@ -20,7 +20,7 @@ from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._memory_plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
-from apgrad.memory._samplers import Sampler, restored
+from apgrad.memory._samplers import Sampler, kept, restored
 from apgrad.memory._slots import CoefficientUse, Slot
 
 Function = Callable[..., Any]
@@ -120,8 +120,8 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         for i, use in step.uses.items():
             if axis:
                 (slot,) = use.slots.values()
-                small = slots[slot] if isinstance(slots[slot], tuple) else (slots[slot],)
-                coefficients[i] = small[0]
+                small = slots[slot]
+                coefficients[i] = small[0] if isinstance(small, tuple | list) else small
                 continue
             arrays = {v: restore(drawn, s, slots.get(s, memory[s])) for v, s in use.slots.items()}
             if use.again:
@@ -139,7 +139,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         if axis:
             ((slot, drawn_key),) = drawn.items()
             like, sampler = out[0].aval, made.slots[slot].sampler
-            product = (found[0], small[1]) if len(small) > 1 else found[0]
+            product = (found[0], *small[1:2]) if isinstance(small, tuple | list) else found[0]
             found = [_restored(sampler, like.shape, like.dtype, drawn_key, product, axis - 1)]
         if step.last:
             # Flat, as layouts pass barriers: XLA for the CPU dies of some layouts of products in branches under vmap.
@@ -186,7 +186,7 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
     """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
-    return sampler.keep(key, value) if isinstance(sampler, Rounding) else sampler.keep(*_together(key, value))
+    return kept(sampler, *((key, value) if isinstance(sampler, Rounding) else _together(key, value)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import meets, require_call
+from apgrad._ground.messages import describe
 from apgrad.memory._packing import narrow as narrow, packing as packing
 from apgrad.memory._rounding import Memory, Rounding as Rounding, rounding as rounding, wide
 
@@ -37,9 +38,10 @@ class Sampler(Protocol):
     """What `apgrad.randomize` asks of a sampler; a frozen dataclass, so that it is hashable.
 
     The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
-    attribute `shared` that is true draws the same for all examples: its memory is an array, or begins with one, from
-    which restoring is linear, and the same along the axis for all. So a product that sums over examples is taken of
-    this small array, and its result is restored, from the product and the second entry of the memory if there is one.
+    attribute `shared` that is true draws the same for all examples: its memory is an array, or a tuple or list that
+    begins with one, from which restoring is linear, and the same along the axis for all. So a product that sums over
+    examples is taken of this small array, and its result is restored, from the product or, where the memory is a tuple
+    or list, from a tuple of the product and the second entry if there is one.
     One with an attribute `fraction` keeps so much of the entries, and gives way to `through` where noise multiplies.
     """
 
@@ -82,6 +84,22 @@ def require_sampler(what: str, sampler: Any) -> Any:
     return sampler
 
 
+def kept(sampler: Sampler, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
+    memory = sampler.keep(key, x, axis)
+    for leaf in jax.tree.leaves(memory):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
+            raise TypeError(f"keep of the sampler {sampler!r} is to return a pytree of arrays, got {leaf!r} in it")
+    if getattr(sampler, "shared", False) and axis % x.ndim == x.ndim - 1:
+        first = next(iter(memory), None) if isinstance(memory, tuple | list) else memory
+        if not isinstance(first, jax.Array) or first.shape[:-1] != x.shape[:-1] or first.ndim != x.ndim:
+            axes = ", ".join([*map(str, x.shape[:-1]), "..."])
+            raise TypeError(
+                f"the memory of the sampler {sampler!r} is to be, or to begin with, an array of the shape of x but for "
+                f"its last axis, {x.dtype}[{axes}], since the sampler is `shared`; got {describe(memory)}"
+            )
+    return memory
+
+
 def restored(sampler: Sampler, key: jax.Array, memory: Any, like: Any, axis: int = -1) -> jax.Array:
     found = sampler.restore(key, memory, like, axis)
     if (jnp.shape(found), jnp.result_type(found)) != (like.shape, like.dtype):
@@ -121,7 +139,7 @@ def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any) -> int:
     if not math.prod(shape):
         return 0
     like = jax.ShapeDtypeStruct(shape, dtype)
-    memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x), like)
+    memory = jax.eval_shape(lambda x: kept(sampler, jax.random.key(0), x), like)
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import CHEAP_TO_REPEAT, VIEW
 from apgrad.memory._packing import Narrow, Packing
-from apgrad.memory._samplers import Rounding, Sampler, array_bytes, nbytes, restored
+from apgrad.memory._samplers import Rounding, Sampler, array_bytes, kept, nbytes, restored
 
 SlotForm = typing.Literal["live", "exact", "bits", "sampled", "nested"]
 _DEEPEST, _SMALL = 64, 16
@@ -236,7 +236,7 @@ class OfPositions:
     order: tuple[int, ...]  # the image's axes as (example, positions ..., channels)
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
-        return self.sampler.keep(key, self._rows(x), 1)
+        return kept(self.sampler, key, self._rows(x), 1)
 
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         rows = restored(self.sampler, key, memory, jax.eval_shape(self._rows, like), 1)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,65 @@ def test_an_estimate_of_another_form_names_its_sampler(how, got, where):
     options = {"sampler": R.rounding(8), "boundaries": sampler} if where == "a block" else {"sampler": sampler}
     words = rf"restore of the sampler Restored\(how='{how}'.* `like`, float32\[.* got {got}"
     refused(ValueError, words, gradient_shape, function, *args, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A sampler whose memory, of every second entry, has a form of the caller's."""
+
+    memory: Any
+    shared: bool = False
+
+    def keep(self, key, x, axis=-1):
+        return self.memory(jnp.take(x, jnp.arange(0, x.shape[axis], 2), axis))
+
+    def restore(self, key, memory, like, axis=-1):
+        return jnp.zeros(like.shape, like.dtype).at[..., ::2].set(jax.tree.leaves(memory)[0])
+
+
+@pytest.mark.parametrize("where", ["a product", "a block", "an image"])
+def test_a_memory_that_is_no_array_names_its_sampler(where):
+    sampler, function, args = Kept(lambda kept: (kept, "half")), loss(LINEAR["scaled"]), (W, X)
+    if where == "an image":
+        function = lambda w, x: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
+        args = jnp.ones((2, 3, 2, 2)), jnp.ones((4, 3, 6, 6))
+    if where == "a block":
+        block = jax.checkpoint(function)
+        function = lambda w, x: block(w, jnp.sin(x))
+    options = {"sampler": R.rounding(8), "boundaries": sampler} if where == "a block" else {"sampler": sampler}
+    words = r"keep of the sampler Kept\(.* is to return a pytree of arrays, got 'half'"
+    refused(TypeError, words, gradient_shape, function, *args, **options)
+
+
+NOT_FIRST = {
+    "dict": lambda kept: {"kept": kept},
+    "nested": lambda kept: ((kept,), kept[:1]),
+    "nothing": lambda kept: (),
+    "rows": lambda kept: kept[:1],
+    "flat": lambda kept: (kept.reshape(-1), kept[:1]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FIRST)
+def test_a_shared_memory_that_begins_with_no_array_names_its_sampler(name):
+    function = lambda w, x: jnp.sum(jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=2)[0])
+    words = r"memory of the sampler Kept\(.*shared=True\) is to be, or to begin with, an array .*float32\[16, \.\.\.\]"
+    refused(TypeError, words, gradient_shape, function, W, X, sampler=Kept(NOT_FIRST[name], shared=True))
+    gradient_shape(function, W, X, sampler=Kept(NOT_FIRST["dict"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptFirst(Kept):
+    def restore(self, key, memory, like, axis=-1):
+        return jnp.zeros(like.shape, like.dtype).at[..., ::2].set(memory[0])
+
+
+def test_a_shared_memory_may_be_a_sequence():
+    function = lambda w, x: jnp.sum(jnp.sin(x) @ w * jnp.arange(8.0))
+    forms = (lambda kept: (kept,)), (lambda kept: [kept]), (lambda kept: [kept, jnp.ones(1)])
+    samplers = [Kept(lambda kept: kept), *(KeptFirst(form, shared) for form in forms for shared in (False, True))]
+    gradients = [jax.grad(ap.randomize(function, s, min_size=0), 1)(KEY, W, X) for s in samplers]
+    np.testing.assert_allclose(gradients[1:], gradients[:1] * 6, rtol=1e-5)
 
 
 MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
