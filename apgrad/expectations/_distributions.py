@@ -175,7 +175,7 @@ def _at_ends(x):
 
 
 def require_density(what: str, distribution: Any) -> None:
-    for part in supports.parts_of(distribution):
+    for part in supports.all_parts_of(distribution):
         # The log_prob of a folded distribution knows no transform but AbsTransform, and NumPyro takes over its base's.
         folds = supports.folds(part) and not (isinstance(part, dist.FoldedDistribution) and len(part.transforms) == 1)
         wrong = f"{what}: the log_prob of {type(part).__name__} is not the density of its samples"
@@ -195,7 +195,7 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
     """
 
     def kinks(part):
-        parts = supports.parts_of(part) if isinstance(part, (*_KINKED, dist.TransformedDistribution)) else []
+        parts = supports.all_parts_of(part) if isinstance(part, (*_KINKED, dist.TransformedDistribution)) else []
         return [part for part in parts if isinstance(part, _KINKED)]
 
     def once(part):
@@ -349,7 +349,7 @@ def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
     """The score, whose derivative is an error where the support moves with a parameter: it lacks the flow of mass."""
     moves = f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter"
     reason = f"{moves}, so that its score lacks a part of the derivative. Use reparameterization()."
-    for bound in jax.tree.leaves([supports.bounds_of(part) for part in supports.parts_of(distribution)]):
+    for bound in jax.tree.leaves([supports.bounds_of(part) for part in supports.all_parts_of(distribution)]):
         if jnp.issubdtype(jnp.result_type(bound), jnp.floating):
             fixed = jnp.sum(refuse_derivative(jnp.asarray(bound, jnp.float32), reason))
             score = score + zero_with_gradient(fixed).astype(score.dtype)

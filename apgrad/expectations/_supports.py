@@ -24,11 +24,20 @@ def components_of(part) -> list[Any]:
 
 
 def parts_of(distribution) -> list[Any]:
+    """The distribution, and those whose samples its own are, moved or chosen."""
     inner = [getattr(distribution, name, None) for name in ("base_dist", "marginal_dist")]
     found = [distribution]
     for part in [part for part in inner if part is not None] + components_of(distribution):
         found += parts_of(part)
     return found
+
+
+def all_parts_of(distribution) -> list[Any]:
+    """All distributions that its density may be made of: its parts, and what its pytree holds under any name."""
+    other = lambda x: x is not distribution and callable(getattr(x, "log_prob", None))
+    inside = parts_of(distribution)[1:] + [x for x in jax.tree.leaves(distribution, is_leaf=other) if other(x)]
+    found = [distribution] + [part for x in inside for part in all_parts_of(x)]
+    return list({id(part): part for part in found}.values())
 
 
 def transforms_of(part) -> list[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
+from jax import lax
 from jax.scipy import special
 from jax.scipy.special import i0e, i1e
 from numpyro.distributions import constraints, transforms as to
@@ -449,6 +450,47 @@ def test_a_users_distribution_reads_parameters_of_what_is_inside():
     with jax.numpy_dtype_promotion("standard"):  # NumPyro's promotes
         for found, d in zip(jax.jit(taken)(0.3), made(0.3), strict=True):
             np.testing.assert_allclose(found, d.log_prob(jnp.float32(1)), rtol=1e-5)
+
+
+class Sum(dist.Distribution):
+    """A user's: the sum of a number and of one of another distribution, under a name that only its pytree knows."""
+
+    pytree_data_fields = ("first", "number")
+
+    def __init__(self, first, number):
+        self.first, self.number = first, number
+        super().__init__(first.batch_shape)
+
+    def sample(self, key, sample_shape=()):
+        return self.first.sample(key, sample_shape) + self.number
+
+    def log_prob(self, value):
+        return self.first.log_prob(value - self.number)
+
+
+def path_from(first):
+    return dist.EulerMaruyama(jnp.arange(3.0), lambda x, _: (jnp.zeros_like(x), 1.0), first)
+
+
+HELD = {
+    "path from a moving interval": lambda t: path_from(dist.Uniform(0.0, t)),
+    "paths from a moving interval": lambda t: pair(path_from(dist.Uniform(0.0, t))),
+    "path from a masked number": lambda t: path_from(normal(t).mask(False)),
+    "user's moving interval": lambda t: Sum(dist.Uniform(0.0, t), 1.0),
+    "user's masked number": lambda t: Sum(normal(t).mask(False), 1.0),
+}
+
+
+def test_what_a_distribution_holds_under_any_name_has_no_score_where_it_has_none_alone():
+    def score(t, case):
+        d = case(t)
+        return jnp.sum(distributions.guarded("LR", d, distributions.score("LR", d, lax.stop_gradient(d.sample(KEY)))))
+
+    for case in HELD.values():
+        refused(TypeError, REFUSED, jax.eval_shape, jax.grad(functools.partial(score, case=case)), THETA)
+    moved_path = lambda t: transformed(path_from(dist.Laplace()), to.IndependentTransform(moved(t), 1))
+    second = jax.grad(jax.grad(functools.partial(score, case=moved_path)))
+    refused(TypeError, "has a kink at its location", jax.eval_shape, second, THETA)
 
 
 def _at_100(scale):
