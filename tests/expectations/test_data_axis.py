@@ -7,6 +7,9 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from apgrad._programs.jaxprs import trace
+from apgrad.expectations._programs.leading_axes import is_sum_over
+from tests.cases import cases
 from tests.expectations.programs import paid, visit
 from tests.refusals import refused
 
@@ -71,14 +74,15 @@ def test_axes_that_do_not_fit_are_errors():
     of_axes(parts=False)
 
 
-def test_a_baseline_that_mixes_data_is_named():
-    @ap.stochastic(ap.likelihood_ratio())
-    def choose_action(theta, x):
-        return dist.Bernoulli(logits=theta * x)
+@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=lambda e: e.name)
+def test_a_baseline_that_mixes_data_is_named(estimator):
+    @ap.stochastic(estimator)
+    def move(theta, x):
+        return dist.Normal(theta * x, 1.0)
 
-    words = r"choose_action \(likelihood_ratio\): the leave-one-out baseline .* other data\. Let lanes be samples"
+    words = rf"move \({estimator.name}\): the leave-one-out baseline .* other data\. Let lanes be samples"
     for transform in (lambda f: f, jax.jit):
-        objective = ap.expectation(paid(choose_action), lanes=6)
+        objective = ap.expectation(paid(move), lanes=6)
         with pytest.warns(UserWarning, match=words):
             jax.eval_shape(transform(objective), KEY, THETA, jnp.arange(6.0))
 
@@ -140,3 +144,71 @@ def test_a_scan_over_as_many_steps_as_there_are_lanes():
         return jax.lax.scan(step, tape, x)[0]
 
     jax.eval_shape(ap.expectation(program, 3), KEY, 0.3, jnp.arange(3.0))
+
+
+def convolved(x, pad):
+    """Two windows of three columns, or with `pad` of three rows and three columns."""
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    x, w = (x[None, ..., None], jnp.ones((3, 3, 1, 1))) if pad else (x[:, None, :, None], jnp.ones((1, 3, 1, 1)))
+    return jax.lax.conv_general_dilated(x, w, (1, 1), pad or "VALID", dimension_numbers=dimensions)
+
+
+def pooled(x, window, padding="VALID"):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1, 1), padding)
+
+
+def recurrent(x):
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h + jnp.split(x, 2, axis=-1)[0]), None), jnp.zeros((6, 2)), x[None])[0]
+
+
+# Functions of an array (6, 4), a row an example. In the first ones row i of what is returned depends on row i alone.
+BY_ROW = {
+    "column": lambda x: x[:, 0],
+    "columns": lambda x: x[:, jnp.array([3, 1])],
+    "traced column": lambda x: jax.lax.dynamic_slice_in_dim(x, jnp.argmin(jnp.zeros(3)), 2, axis=1),
+    "set columns": lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:, :2], 2, axis=1),
+    "reversed": lambda x: x[:, ::-1],
+    "padded": lambda x: jnp.pad(x, ((0, 0), (1, 2))),
+    "differences": lambda x: jnp.diff(x, axis=1),
+    "cumulative sum": lambda x: jnp.cumsum(x, axis=1),
+    "sorted": lambda x: jnp.sort(x, axis=1),
+    "rolled": lambda x: jnp.roll(x, 1, axis=1),
+    "best": lambda x: jax.lax.top_k(x, 2)[0],
+    "stacked": lambda x: jnp.stack([x, 2 * x], axis=1),
+    "unstacked": lambda x: jnp.unstack(x, axis=1)[1],
+    "tiled": lambda x: jnp.tile(x, (1, 2)),
+    "convolved": lambda x: convolved(x, ()),
+    "pooled": lambda x: pooled(x, (1, 2)),
+}
+ACROSS_ROWS = {
+    "columns": lambda x: x.T[:, jnp.array([3, 1])],
+    "set columns": lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:2], 4, axis=0),
+    "reversed": lambda x: x * x[::-1],
+    "padded": lambda x: x * jax.lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))),
+    "differences": lambda x: jnp.diff(x, axis=0),
+    "cumulative sum": lambda x: jnp.cumsum(x, axis=0),
+    "sorted": lambda x: x * jnp.sort(x, axis=0),
+    "rolled": lambda x: x * jnp.roll(x, 1, axis=0),
+    "best": lambda x: jax.lax.top_k(x.T, 2)[0],
+    "tiled": lambda x: x[0] * jnp.tile(x[:2], (3, 1)),
+    "convolved": lambda x: convolved(x, "SAME"),
+    "pooled": lambda x: pooled(x, (3, 1), "SAME"),
+}
+
+
+@cases("function", BY_ROW | {"recurrent": recurrent})
+def test_data_are_followed_where_each_row_stays_by_itself(function):
+    def program(tape, theta, x):
+        logits = theta * jnp.sum(function(x).reshape(6, -1), axis=1)
+        tape, b = ap.sample(tape, dist.Bernoulli(logits=logits), ap.likelihood_ratio())
+        return tape.cost(b.astype(jnp.float32))
+
+    x = jnp.arange(24.0).reshape(6, 4)
+    with pytest.warns(UserWarning, match="other data"):
+        jax.eval_shape(ap.expectation(program, lanes=6), KEY, 0.3, x)
+
+
+def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
+    summed = lambda f: trace(lambda x: jnp.sum(jnp.tanh(f(x))), jnp.ones((6, 4)))[0]
+    for wanted, functions in ((True, BY_ROW), (False, ACROSS_ROWS)):
+        assert {name for name, f in functions.items() if is_sum_over(summed(f), [0]) != wanted} == set()

@@ -70,13 +70,20 @@ def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         same = [a for a in range(len(after)) if math.prod(after[:a]) == math.prod(before[:axis])]
         return next((a for a in same if after[a] == before[axis]), None)
-    if name == "concatenate" and axis != params["dimension"]:
-        return axis
+    if name in _ALONG:
+        return axis if np.all(axis != np.asarray(params[_ALONG[name]])) else None
+    if name in ("stack", "unstack"):
+        if name == "stack":
+            return axis + (axis >= params["axis"])
+        return None if axis == params["axis"] else axis - (axis > params["axis"])
     if name == "gather":
         how = params["dimension_numbers"]
         if number == 0:
             if axis not in how.operand_batching_dims:
-                return None
+                taken = {*how.collapsed_slice_dims, *how.operand_batching_dims}
+                if axis in taken or params["slice_sizes"][axis] != eqn.invars[0].aval.shape[axis]:
+                    return None  # else the slices hold all of the axis
+                return how.offset_dims[axis - sum(a < axis for a in taken)]
             axis = how.start_indices_batching_dims[how.operand_batching_dims.index(axis)]
         batch = [a for a in range(eqn.outvars[0].aval.ndim) if a not in how.offset_dims]
         return batch[axis] if axis < len(batch) else None  # the last axis of the indices says where, not which
@@ -94,7 +101,31 @@ def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
         free = [a for a in range(eqn.invars[number].aval.ndim) if a not in taken]
         before = len(batch[0]) if number == 0 else eqn.invars[0].aval.ndim - len(contracted[0])
         return before + free.index(axis)
-    return None
+    if name == "conv_general_dilated":
+        how = params["dimension_numbers"]
+        one = number == 0 and axis == how.lhs_spec[0] and params["batch_group_count"] == 1
+        return how.out_spec[0] if one else None
+    return axis if _by_windows(name, params, eqn, number, axis) else None
+
+
+# Functions along one axis or some, by the parameter that names them: the other axes stay as they are.
+_ALONG = dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"), "axis")
+_ALONG |= {"concatenate": "dimension", "sort": "dimension", "rev": "dimensions"}
+
+
+def _by_windows(name, params, eqn, number, axis) -> bool:
+    """Whether what takes, fills in or moves windows of an operand has one for each entry of an axis, at its place."""
+    size, after = eqn.invars[number].aval.shape[axis], eqn.outvars[0].aval.shape
+    if name in ("slice", "dynamic_slice", "dynamic_update_slice"):
+        return size == after[axis]  # all of the axis, which can begin at 0 only
+    if name == "pad":
+        return params["padding_config"][axis] == (0, 0, 0)
+    if name == "tile":
+        return params["reps"][axis] == 1
+    if name.startswith("reduce_window"):
+        of_axis = [params[key][axis] for key in ("window_dimensions", "window_strides", "base_dilation", "padding")]
+        return of_axis == [1, 1, 1, (0, 0)]
+    return False
 
 
 # A fact is the axis along which entries are still apart, or one of these; None: it does not depend on the input.
