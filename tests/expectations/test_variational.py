@@ -436,6 +436,31 @@ def test_a_site_of_the_guide_in_a_loop_or_branch_of_numpyro_is_refused():
         )
 
 
+def test_a_latent_site_of_the_model_in_a_branch_of_numpyro_is_refused():
+    """NumPyro's `scan` replays the guide's sample, its `cond` draws another one: also one in the other."""
+
+    def step(loc, x):
+        z = numpyro.sample("z", dist.Normal(loc, 1.0))
+        numpyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        return z, None
+
+    branch = lambda carry, x: control_flow.cond(x > 0, lambda x: step(carry, x), lambda x: step(carry, x), x)
+    guide = lambda: numpyro.sample("z", dist.Normal(numpyro.param("m", jnp.zeros(3)), 0.5).to_event(0))
+    one = lambda: numpyro.sample("z", dist.Normal(numpyro.param("m", 0.0), 0.5))
+
+    def loss(model, guide, m):
+        return jax.eval_shape(lambda m: V.elbo(lanes=2).loss(KEY, {"m": m}, model, guide), m)
+
+    loss(lambda: control_flow.scan(step, 0.0, jnp.arange(3.0)), guide, jnp.zeros(3))
+    for model, of, m in (
+        (lambda: branch(0.0, jnp.ones(())), one, 0.0),
+        (lambda: control_flow.scan(branch, 0.0, jnp.arange(3.0)), guide, jnp.zeros(3)),
+    ):
+        refused(ValueError, r"the model latent site \['z'\] .* NumPyro's cond draws", loss, model, of, m)
+    fixed = numpyro.handlers.condition(lambda: branch(0.0, jnp.ones(())), {"z": jnp.ones(())})
+    loss(fixed, lambda: None, 0.0)
+
+
 def test_what_does_not_fit_is_an_error():
     ratio = ap.likelihood_ratio()
     run = lambda estimators, guide, **options: V.elbo(estimators, **options).loss(KEY, PARAMS, model, guide, DATA)

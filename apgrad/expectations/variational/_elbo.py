@@ -68,7 +68,7 @@ def elbo(
     Raises:
       TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
       ValueError: at trace time, for an estimator of no site of the guide, a latent site of the model that the guide has
-        not, or a leave-one-out baseline with one lane.
+        not or that NumPyro's `cond` draws, or a leave-one-out baseline with one lane.
 
     Example:
       >>> import jax, numpyro, numpyro.distributions as dist, apgrad as ap
@@ -112,11 +112,13 @@ class _ELBO(numpyro.infer.ELBO):
     def loss(self, rng_key, param_map, model, guide, *args, **kwargs):
         shared_key, lane_key = jax.random.split(rng_key)
 
-        def run(key, given=None):
-            return _run(self, key, shared_key, param_map, model, guide, args, kwargs, given)
+        def run(key, given=None, noise=None):
+            return _run(self, key, shared_key, param_map, model, guide, args, kwargs, given, noise)
 
-        sites, *_ = jax.eval_shape(run, lane_key)
+        sites, costs, _ = jax.eval_shape(run, lane_key)
         self._check(sites)
+        if looped := sorted(name.partition(" ")[2] for name, cost in costs.items() if cost.looped.value):
+            _require_replayed(looped, lambda noise: run(lane_key, noise=noise)[1], lane_key)
         values = {name: site.value for name, site in sites.items() if site.zero is not None}
         causes = _causes(lambda values: run(lane_key, values), values)
         sites, costs, free = jax.vmap(run)(jax.random.split(lane_key, self.num_particles))
@@ -141,6 +143,16 @@ def _unfit(estimator: Any) -> str:
     if isinstance(estimator, ChoiceEstimator):
         return f"and {estimator.name} looks at a choice's alternatives: {instead} and use ap.choose"
     return f"got {type(estimator).__name__}"
+
+
+def _require_replayed(looped, costs, key):
+    """Raises a `ValueError` where a cost of the model depends on noise of the model's own, and not on the guide's."""
+    program, _ = trace(costs, key)
+    into = lambda eqn, facts: None if nested(eqn) is not None else [any(facts)] * len(eqn.outvars)
+    if any(flow(program, [True], into, lambda a, b: a or b, lambda _: False)):
+        why = "NumPyro's cond draws it anew, where its scan takes the guide's sample"
+        instead = "Write jnp.where in place of the cond, or the model as a program of ap.expectation"
+        raise ValueError(f"variational.elbo: the model latent site {looped} is in a branch, and {why}. {instead}")
 
 
 def _causes(run, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -210,6 +222,7 @@ class _Site(NamedTuple):
 class _Cost(NamedTuple):
     value: Any
     plates: Static
+    looped: Static  # whether it is of a latent site of the model in NumPyro's scan or cond
 
 
 class _Draw(Messenger):
@@ -255,10 +268,11 @@ class _OneMinibatch(Messenger):
             msg["value"] = msg["fn"](*msg["args"], rng_key=key)
 
 
-def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
+def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given, noise):
     """One lane: the sites of the guide, the costs of all sites, and what takes scores out of log q."""
     handlers = numpyro.handlers
     guide_key, model_key = jax.random.split(key)
+    model_key = model_key if noise is None else noise
     batched = _OneMinibatch(handlers.substitute(guide, data=params), shared_key)
     with distributions.standard_promotion():
         draw = _Draw(handlers.seed(batched, guide_key), elbo, given)
@@ -285,7 +299,8 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                     score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
                     score = distributions.guarded(name, site["fn"], score)
                     free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
-                costs[prefix + name] = _Cost(sign * log_prob, _plates(site))
+                looped = prefix == "model " and not site["is_observed"] and site.get("_control_flow_done", False)
+                costs[prefix + name] = _Cost(sign * log_prob, _plates(site), Static(looped))
     return draw.sites, costs, free
 
 
