@@ -21,7 +21,7 @@ from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
 __all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "rebuild"]
-__all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying"]
+__all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying", "where_it_goes"]
 
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
@@ -41,6 +41,11 @@ class Nested(NamedTuple):
     def loop(self) -> tuple[int, ...]:
         """Of the inputs of a loop, how many come first that its body lacks, then constants, then carried."""
         return self.counts if self.kind == "while" else (0, *self.counts[:2])
+
+    @property
+    def lanes(self) -> bool:
+        """Whether each lane of a `while` has a condition, as `jax.vmap` makes one whose condition is mapped."""
+        return self.kind == "while" and bool(self.jaxprs[0].jaxpr.outvars[0].aval.shape)
 
 
 _KINDS: dict[str, tuple[NestedKind, str]] = {
@@ -104,6 +109,12 @@ def _strange(name: str, params: Any, error: Any) -> str:
     )
 
 
+def where_it_goes(goes: jax.Array, after: Sequence[Any], before: Sequence[Any]) -> list[jax.Array]:
+    """A loop's state after a step, where each lane has a condition: those that have ended stay as they were."""
+    wide = lambda x: goes.reshape(goes.shape + (1,) * (jnp.ndim(x) - goes.ndim))
+    return [jnp.where(wide(a), a, b) for a, b in zip(after, before, strict=True)]
+
+
 def rebuild(
     eqn: Any,
     inside: Nested,
@@ -123,8 +134,11 @@ def rebuild(
     consts, middle, rest = inputs[:first], inputs[first:second], tuple(inputs[second:])
     if inside.kind == "while":
         test, loop = functions
-        go_on, step = lambda carry: test(*consts, *carry)[0], lambda carry: tuple(loop(*middle, *carry))
-        return list(jax.lax.while_loop(go_on, step, rest))
+        goes, step = lambda carry: test(*consts, *carry)[0], lambda carry: tuple(loop(*middle, *carry))
+        if inside.lanes:
+            of_lanes = lambda carry: tuple(where_it_goes(goes(carry), step(carry), carry))
+            return list(jax.lax.while_loop(lambda carry: jnp.any(goes(carry)), of_lanes, rest))
+        return list(jax.lax.while_loop(goes, step, rest))
     if inside.kind == "scan":
 
         def body(state, x):

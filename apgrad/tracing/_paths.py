@@ -252,15 +252,18 @@ class Reader:
     def _loop(self, scope, inside, inputs, active, arrived, at) -> Way:
         semiring, context, program, (number, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
         first, fixed, carried = inside.loop
-        inputs, last, number = [jnp.asarray(x) for x in inputs], fixed + carried, number - first
-        tested, inputs, active = inputs[:first], inputs[first:], active[first:]
+        inputs = [jnp.asarray(x) for x in inputs]
+        tested = inputs[:first]
+        if inside.lanes:
+            program, first, fixed = control.body_of_lanes(inside, inputs), 0, first + fixed
+        inputs, active, last, number = inputs[first:], active[first:], fixed + carried, number - first
         active = control.active_carry(program, active, fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
         advance = lambda values: self._run("step", jaxprs.evaluate, program, values)[:carried]
         scan = inside.kind == "scan"
         slices, stages = [], []
         for t in range(inside.length)[:: -1 if inside.reverse else 1] if scan else itertools.count():
-            if not (scan or self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0]):
+            if not (scan or jnp.any(self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0])):
                 break
             slices.append(t)
             stages.append([*outer, *carry, *(x[t] for x in xs)])

@@ -105,6 +105,19 @@ def test_while_is_walked_backward():
         np.testing.assert_allclose(of_steps(0.5, w, steps), (to_x, to_w), rtol=1e-5, atol=1e-7)
 
 
+def test_a_vmapped_while_whose_lanes_end_apart_is_walked_backward():
+    def loop(x, w, bound):
+        return jax.lax.while_loop(lambda c: c[1] < bound, lambda c: (c[0] + 1, jnp.exp(w) * c[1] + 0.1), (0, x))[1]
+
+    x, lanes = jnp.array([0.5, 9.0, 0.1]), jnp.ones((2, 3))
+    for each in (loop, jax.vmap(loop, (None, 0, None))):
+        loss = lambda x, w, each=each: jnp.sum(jax.vmap(each, (0, None, None))(x, w, 2.0 + jnp.sum(w) * 0))
+        w = jnp.float32(0.3) if each is loop else 0.3 * lanes[0]
+        found = jax.jit(ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1)))(x, w)
+        truth = jax.jit(jax.jacfwd(loss, (0, 1)))(x, w)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, truth)
+
+
 def test_transformations():
     loss, params = MODELS["mlp"]()
     heavy = jax.jit(ap.semiring_grad(loss, ap.tracing.max_product()))

@@ -347,3 +347,13 @@ def test_paths_compare_weights_beyond_the_range_of_their_dtype():
             rests = [math.prod(s.weight for s in path[i + 1 :]) for i in (0, 5, 20)]
             np.testing.assert_allclose([path[i].message for i in (0, 5, 20)], rests, rtol=1e-3)
     assert ap.tracing.draw(trace, "x", 1).axes[0].lines[0].get_xdata()[-1] == pytest.approx(1.0625e-60, rel=1e-5)
+
+
+def test_a_path_through_a_vmapped_while_has_its_lanes_steps():
+    loop = lambda x, bound: jax.lax.while_loop(lambda c: c < bound, lambda c: c * 1.5, x)
+    loss = lambda x: jnp.sum(jax.vmap(loop, (0, None))(x, 4.0 + 0 * jnp.sum(x)))
+    trace = ap.trace_gradients(loss)(jnp.array([0.5, 5.0, 2.0]))
+    for lane, steps in enumerate((6, 0, 2)):
+        path = trace.path("x", (lane,))
+        assert [e.weight for e in path if e.primitive == "mul"] == [1.5] * steps
+        np.testing.assert_allclose(np.prod([e.weight for e in path]), 1.5**steps, rtol=1e-6)
