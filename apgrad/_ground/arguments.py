@@ -123,6 +123,8 @@ def meets(value: Any, condition: Callable[[np.ndarray], Any]) -> bool:
     """Whether real numbers of any library meet a condition; numbers that JAX traces cannot be checked, and pass."""
     try:
         known = np.asarray(value)
+        return bool(known.dtype.kind not in "cSUT" and np.all(condition(known)))
     except jax.errors.TracerArrayConversionError:
         return True
-    return bool(known.dtype.kind not in "cSUT" and np.all(condition(known)))
+    except TypeError:  # of what is no number, as None or a function
+        return False

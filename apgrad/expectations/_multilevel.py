@@ -91,8 +91,8 @@ def multilevel(
       ((), (3,))
     """
     number("the window of multilevel", window, positive=True)
-    numeric = not isinstance(levels, str) and not any(isinstance(level, str) for level in levels)
-    if not (numeric and len(levels) >= 2 and window >= 1 and meets(levels, lambda x: ~np.isnan(x))):
+    several = hasattr(levels, "__len__") and len(levels) >= 2
+    if not (several and window >= 1 and meets(levels, lambda x: ~np.isnan(x))):
         raise ValueError(f"multilevel needs two levels, which are numbers, and window >= 1, got {levels}, {window=}")
     keep = 1 - 1 / window
 

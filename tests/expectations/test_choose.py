@@ -417,6 +417,8 @@ def test_relax_gives_the_control_what_the_lane_has():
 def test_what_has_no_derivative_is_an_error():
     closed = lambda tape, theta: two_coins(ap.relax(lambda z: jnp.sum(theta * z)))(tape, theta)
     refused(TypeError, "control of relax closes over", ap.grad(closed, 2), KEY, jnp.zeros(2))
+    several = lambda tape, theta: two_coins(ap.relax(jnp.sin))(tape, theta)
+    refused(ValueError, r"must return a scalar for one lane, got shape \(2,\)", ap.grad(several, 2), KEY, jnp.zeros(2))
     gamma = lambda lanes, shape: dist.Gamma(jnp.broadcast_to(shape, (lanes,)), 1.0)
     of_shape = ap.grad(one_choice(ap.measure_valued(), gamma, lambda x: x), 4)
     refused(TypeError, "shape of a gamma distribution", of_shape, KEY, 2.0)

@@ -213,6 +213,9 @@ def test_argnums_are_any_integers():
     assert jax.jit(ap.value_and_grad(program, 4, argnums=[np.int32(2), 1]))(KEY, 3.0, 5.0)[1] == (3, 5)
     refused(TypeError, "argnums must be an integer or a sequence", ap.value_and_grad, program, 4, argnums=1.0)
     refused(ValueError, "names an argument twice", ap.grad, program, 4, argnums=(1, 2, 1))
+    refused(
+        ValueError, r"argnums=3, but the objective got the key and 2", ap.grad(program, 4, argnums=3), KEY, 3.0, 5.0
+    )
     refused(TypeError, r"argument 1\['f'\] is no array but", ap.grad(program, 4), KEY, {"f": jnp.tanh}, 5.0)
     module = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # with a key and a count
     refused(TypeError, r"dtype uint32, which has no gradient.*nnx.split", ap.grad(program, 4), KEY, module, 5.0)

@@ -139,6 +139,40 @@ def test_a_second_derivative_where_the_density_has_a_kink_is_refused(make):
             refused(TypeError, "has a kink at its location", jax.eval_shape, second(objective, argnums=1), KEY, 0.7)
 
 
+def taken(draw):
+    """The expected cost of a distribution's samples, or of what `draw(tape, distribution)` makes of them."""
+    return lambda d: ap.expectation(lambda tape: draw(tape, d).cost(jnp.ones(4)), 4)(KEY)
+
+
+def bound(made):
+    return lambda d: jnp.sum(made(KEY, d, lambda z: -(z**2)))
+
+
+SCORES = {
+    "an estimator of one's own": taken(
+        lambda tape, d: ap.sample(tape, d, ap.Estimator("own", score=lambda d, x: d.log_prob(x)))[0]
+    ),
+    "total_propagation": taken(lambda tape, d: ap.sample(tape, d, ap.total_propagation(None))[0]),
+    "rloo": taken(lambda tape, d: ap.choose(tape, d, lambda z: (z, None), ap.rloo(2))[0]),
+    "a branch": taken(lambda tape, d: tape.parallel(lambda t: ap.sample(t, d, ap.likelihood_ratio(None)))[0]),
+    "sticking_the_landing": bound(ap.variational.sticking_the_landing()),
+    "doubly_reparameterized": bound(ap.variational.doubly_reparameterized(2)),
+    "vimco": bound(ap.variational.vimco(2)),
+    "leave_one_out": bound(ap.variational.leave_one_out(2)),
+}
+
+
+@cases("score", SCORES)
+def test_all_that_take_scores_refuse_moving_supports_and_second_derivatives_at_kinks(score):
+    def refuses(words, derivative, make):
+        steps = lambda theta: jax.lax.scan(lambda c, _: (c + score(make(theta)), None), 0.0, length=2)[0]
+        refused(TypeError, words, jax.eval_shape, derivative(jax.jit(steps)), 0.7)
+
+    refuses("bounds of the support of Uniform", jax.grad, lambda theta: dist.Uniform(jnp.zeros(4), theta))
+    second = lambda f: jax.grad(jax.grad(f))
+    refuses("has a kink at|no second derivative", second, lambda theta: dist.Laplace(theta * jnp.ones(4)))
+
+
 def test_derivatives_of_a_laplace_distribution_that_exist_are_right():
     # E[x^2] = m^2 + 2 s^2.
     node = ap.stochastic(ap.likelihood_ratio(), in_axes=(None, None))(lambda loc, scale: dist.Laplace(loc, scale))

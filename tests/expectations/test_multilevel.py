@@ -113,7 +113,7 @@ def test_refused():
     refused(ValueError, "needs two levels", ap.multilevel, lambda key, level: (0.0, 0.0), (1.0,))
     for window in (0, np.inf, "20"):
         refused(ValueError, "window", ap.multilevel, lambda key, level: (0.0, 0.0), window=window)
-    for levels in ("ab", (1.0, np.nan), ("1", "4")):
+    for levels in ("ab", (1.0, np.nan), ("1", "4"), (1.0, None), (1.0, jnp.exp), 4.0):
         refused(ValueError, "which are numbers", ap.multilevel, lambda key, level: (0.0, 0.0), levels)
     with pytest.raises(TypeError, match="the state is from init"):
         ap.multilevel(lambda key, level: (0.0, 0.0)).value_and_grad(KEYS[0], ())
