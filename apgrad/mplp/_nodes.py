@@ -16,6 +16,7 @@ from jax.core import Tracer
 from apgrad._ground.arguments import per_axis
 from apgrad._ground.port import Signal, beside, port
 from apgrad.mplp._learned import learned_node, require_signals
+from apgrad.mplp._paths import enter
 from apgrad.mplp._places import Parameter, Place, SharedParameter
 from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
 
@@ -28,7 +29,8 @@ def parameter(value: jax.Array) -> Parameter:
     Args:
       value: a floating-point array.
     """
-    return Parameter(jnp.asarray(value), port(jnp.asarray(value)))
+    (value,) = enter("mplp.parameter", data=[jnp.asarray(value)])[1]
+    return Parameter(value, port(value))
 
 
 def shared(place: Place, parameter: Parameter) -> Parameter:

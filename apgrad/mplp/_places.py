@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import nearest
 from apgrad._ground.messages import describe, form_of
 from apgrad._ground.port import Signal, port, refuse_arithmetic
+from apgrad.mplp._paths import enter
 from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 
 
@@ -115,7 +116,7 @@ class Places:
                 f"has {x.shape[0]}. Broadcast it to (batch, ...); or, where no message needs to go back to it, hand "
                 "it to mplp.wire as a plain array, in the function's closure."
             )
-        return Signal.of(x, self.message_size)
+        return Signal.of(enter("places.signal", data=[x])[1][0], self.message_size)
 
     def batch_size(self, value: jax.Array) -> int:
         """The number of examples, which the first call fixes: the first axis of the network's first input.

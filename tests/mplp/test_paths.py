@@ -86,6 +86,10 @@ each = jax.tree.map
 branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)
 value_in_scan = lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value)))
 of_value = lambda n: lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.value[0, 0]), w)
+of_a_value = lambda n: lambda s: n.at.signal(s.value)
+in_a_branch = lambda n, remake, pair: jax.lax.cond(n.x[0, 0] < 1, remake, lambda s: s, pair)
+weight_again = lambda n: in_a_branch(n, lambda w: mplp.parameter(w.value), n.p["w"])
+added = lambda n, pair: each(jnp.add, n.at.signal(pair.value), pair)
 biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
@@ -107,6 +111,9 @@ REFUSED = {
     "a parameter times a value": (lambda n: n.loss(n.dense(w=each(lambda a: a * n.p["c"].value, n.p["w"]))), "'c'"),
     "a value scaled, its port not": (lambda n: n.loss(n.dense()._replace(value=2 * n.dense().value)), "node '1'"),
     "a value in a scan": (value_in_scan, "the dense node '1'"),
+    "a value in a branch": (lambda n: n.loss(in_a_branch(n, of_a_value(n), n.dense())), r"takes data .*node '1'"),
+    "a value and its signal": (lambda n: n.loss(added(n, n.dense())), r"signal takes data .*dense node '1'"),
+    "a parameter in a branch": (lambda n: n.loss(n.dense(w=weight_again(n))), r"mplp\.parameter takes data .*'w'"),
     "a value in shard_map": (lambda n: in_shard_map(n, of_value(n)), r"params\['w'\]"),
     # Two nodes of one name, which would share a state.
     "two weights": (lambda n: n.loss(n.dense(signal=n.dense(), w=n.p["v"])), r"several parameters, .*'w'\], and .*'v'"),
