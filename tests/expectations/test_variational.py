@@ -136,6 +136,16 @@ def test_an_impossible_sample_does_not_spoil_the_bounds_of_a_discrete_choice():
         assert jnp.isfinite(gradient[possible]).all()
 
 
+@pytest.mark.optimized  # in which XLA takes exp(NaN) for 1 where the NaN is a constant that is selected
+def test_a_score_at_a_sample_that_is_rounded_more_coarsely_than_its_scale_is_nan():
+    def loss(bound, loc):
+        return bound(KEY, dist.Normal(loc, 1e-7), lambda z: -(z**2))
+
+    bounds = V.sticking_the_landing(), V.doubly_reparameterized(2), V.vimco(2), V.leave_one_out(2)
+    found = jax.jit(lambda loc: [jax.value_and_grad(loss, argnums=1)(bound, loc) for bound in bounds])(100.0)
+    assert np.isnan(found).all(), found
+
+
 def test_a_score_at_a_rounded_sample_is_refused():
     def chosen(key, distribution, _):
         return ap.expectation(lambda tape: ap.choose(tape, distribution, lambda x: (0.0, x), ap.rloo(2))[0], 4)(key)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.arguments import whole
-from apgrad.expectations._ports import dice
+from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations.estimators._choice_estimator import fixed
 from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_weights, scores
 
@@ -56,7 +56,8 @@ def doubly_reparameterized(samples: int) -> Bound:
         # v_k = w_k / (w_k + sum of the others' w), in which the others are constants.
         share = jax.nn.sigmoid(of_samples - others)
         zeros = scores(what, proposal, z)
-        again = jnp.sum(dice(lax.stop_gradient(share), zeros) - share, axis=0)
-        return jax.nn.logmeanexp(weights, axis=0) + again
+        # Not exp(zeros), which XLA on a CPU takes for 1 where a NaN says that a sample was rounded.
+        again = lax.stop_gradient(share) * jnp.expm1(zeros) - zero_with_gradient(share)
+        return jax.nn.logmeanexp(weights, axis=0) + jnp.sum(again, axis=0)
 
     return bound
