@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import require_call, whole
 from apgrad._ground.files import locked, write_atomically
 from apgrad._ground.norms import scaled_norm, widened
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
@@ -184,6 +184,8 @@ def train(
       (10, 0)
     """
     steps, every = whole("steps", steps, 0), whole("every", every)
+    if log is not None:
+        require_call("log of meta.train", log, ("step", "metrics"), ", as what meta.tensorboard(folder) returns does")
     with contextlib.ExitStack() as stack:
         checkpoints, latest, table = None, None, None
         if folder is not None:

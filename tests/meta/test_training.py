@@ -124,7 +124,8 @@ learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.los
 problem = meta.inner_problem(task, learner, 4)
 theta = jnp.float32(-3.0)
 def trained(mesh):
-    outer = meta.batched(meta.average([meta.truncated(problem, 2), meta.perturbed(problem, unrolls=4)]), 8, mesh=mesh)
+    outers = [meta.truncated(problem, 2), meta.perturbed(problem, unrolls=4), meta.persistent_evolution(problem, 2)]
+    outer = meta.batched(meta.average(outers), 8, mesh=mesh)
     return meta.train(outer, optax.sgd(0.1), theta, jax.random.key(1), 6, every=3, mesh=mesh, progress=False)
 mesh = jax.make_mesh((jax.device_count(),), ("tasks",))
 many = trained(mesh)
@@ -297,6 +298,12 @@ def test_what_the_error_says_works(run):
     refused(ValueError, r"step 4 is damaged; delete .*checkpoints/4 to go on from 2", trained, run, 6)
     shutil.rmtree(run / "checkpoints" / "4")
     assert int(trained(run, 6).step) == 6
+
+
+def test_a_log_is_called_with_step_and_metrics():
+    words = r"log of meta.train is called with \(step, metrics\).*tensorboard\(folder\)"
+    options = {"progress": False, "log": meta.tensorboard}
+    refused(TypeError, words, meta.train, PARABOLA, optax.sgd(0.1), jnp.float32(1.0), jax.random.key(0), 2, **options)
 
 
 def test_steps_are_whole_numbers():
