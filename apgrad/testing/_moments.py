@@ -96,6 +96,8 @@ def assert_unbiased(
       Traceback (most recent call last):
       AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples; 4 are chance)
     """
+    if not any(map(np.size, jax.tree.leaves(truth))):
+        raise ValueError(f"the truth has no number in it, so that nothing can be compared with it: {truth}")
     worst = bias.distance(draw(estimate_fn, key, num_estimates, batch_size), truth, STANDARD_ERRORS)
     if worst.off > worst.bound:
         raise AssertionError(worst.words)

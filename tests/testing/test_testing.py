@@ -402,3 +402,8 @@ def test_the_plugin_makes_certificates_and_lists_them(tmp_path):
     assert "= gradient certificates =" in ran.stdout
     assert "test_mine.py::test_right\n<lambda>: certified\n" in ran.stdout
     assert "FAIL  bias        biased" in ran.stdout
+
+
+@pytest.mark.parametrize("truth", [None, {}, jnp.zeros((0, 3)), [(), jnp.zeros(0)]])
+def test_an_estimate_without_a_number_is_not_called_unbiased(truth):
+    refused(ValueError, "no number in it", ap.testing.assert_unbiased, lambda key: truth, truth, jax.random.key(0), 2)
