@@ -49,7 +49,6 @@ def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
     ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 20_000)
 
 
-@pytest.mark.filterwarnings("ignore:.*averages over other data")  # the states are the lanes' own
 @pytest.mark.parametrize("folds", [1, 2])
 def test_by_hand(folds, x64):
     # Two nodes, six lanes, the published weight, in numpy: own stream and output stream, the same with one fold.

@@ -38,7 +38,6 @@ def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
         np.testing.assert_allclose(mapped, looped, rtol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:.*averages over other data")  # the means are the lanes' own
 def test_sample_weighs_each_coordinate_by_itself_and_all_for_what_lanes_share(x64):
     # Proppo's formula in numpy, from the numbers that were drawn.
     loc = np.linspace(-1.0, 1.0, 12).reshape(6, 2)

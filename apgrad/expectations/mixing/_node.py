@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from apgrad._ground.messages import Static
-from apgrad._ground.port import beside
-from apgrad._ground.primitives import zero_with_gradient
+from apgrad._ground.port import beside, port
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
@@ -150,7 +149,7 @@ def _surrogates(mixer, distribution, key):
         (x, density), pullbacks[index] = jax.vjp(one, distribution)
         drawn = x if drawn is None else drawn
         if density is not None:
-            zero = jnp.where(jnp.isfinite(density), zero_with_gradient(density), jnp.nan)
+            zero = jnp.where(jnp.isfinite(density), port(density), jnp.nan)
             baseline = _identity(estimator.baseline)
             zeros[baseline] = zeros[baseline] + zero if baseline in zeros else zero
     order = [_identity(baseline) for baseline in _charged(mixer)]
