@@ -40,12 +40,8 @@ def whole(what: str, value: Any, least: int = 1, most: float = math.inf) -> int:
 
 def number(what: str, value: Any, *, positive: bool = False, signed: bool = False) -> None:
     """Refuses what is no finite number of at least 0 or, as asked, above 0 or of any sign; traced numbers pass."""
-    try:
-        good = not isinstance(value, bool | str) and np.ndim(value) == 0
-        good = good and meets(value, lambda x: np.isfinite(x) & (signed | ((x > 0) if positive else (x >= 0))))
-    except TypeError:
-        good = False
-    if not good:
+    good = not isinstance(value, bool | str) and np.ndim(value) == 0
+    if not (good and meets(value, lambda x: np.isfinite(x) & (signed | ((x > 0) if positive else (x >= 0))))):
         bound = " above 0" if positive else "" if signed else " of at least 0"
         raise ValueError(f"{what} must be a finite number{bound}, got {value!r}")
 
