@@ -37,11 +37,12 @@ def credit(
     """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
     Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
-    `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts`, the second axis
-    of `zero`, (lanes, parts), is a function of what was there before the choice; `learn` trains it by the gradient of
-    (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the lane is in no leave-one-out
-    baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of later costs (`_score.py`).
-    `of_choose` says that the choice is one of `ap.choose`, to which a warning gives other advice.
+    `zero` is not finite, the lane's total and the derivative are NaN. An array for a baseline, (lanes,), or with
+    `parts`, the second axis of `zero`, (lanes, parts), is a function of what was there before the choice; `learn`
+    trains it by the gradient of (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the
+    lane is in no leave-one-out baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of
+    later costs (`_score.py`). `of_choose` says that the choice is one of `ap.choose`, to which a warning gives other
+    advice.
     """
     ledger = tape._require_current(name)
     ledger.declared["scoring"] = name
@@ -80,7 +81,8 @@ def credit(
     if not asked <= tape._ports.keys():
         raise differs(f"{name} charges its choice in another way or shape")
     ports, dtype = dict(tape._ports), tape._plan.dtype
-    finite, zero = jnp.isfinite(lax.stop_gradient(zero)), zero_with_gradient(zero).astype(dtype)
+    finite = jnp.isfinite(lax.stop_gradient(zero))
+    zero = zero_with_gradient(zero * jnp.where(finite, 1, jnp.nan).astype(zero.dtype)).astype(dtype)
     if weighed is not None:
         finite, zero = finite & jnp.isfinite(weighed), zero + weighed.astype(dtype)
     total = tape._total + jnp.where(finite.reshape(tape.lanes, -1).all(-1), 0, jnp.nan).astype(dtype)

@@ -238,3 +238,10 @@ COARSE = {
 def test_a_sample_that_lost_what_its_score_depends_on_is_an_error(make, theta):
     gradient = jax.jit(ap.grad(paid(ap.stochastic(ap.likelihood_ratio())(make)), 100))
     refused(Exception, "more coarsely than its scale", lambda: jax.block_until_ready(gradient(KEY, theta)))
+
+
+@pytest.mark.optimized
+def test_the_gradient_at_such_a_sample_is_nan_where_nobody_checks():
+    normal = ap.stochastic(ap.likelihood_ratio())(COARSE["scale"][0])
+    found = jax.jit(ap.value_and_grad(paid(normal), 4, check_nan=False))(KEY, COARSE["scale"][1])
+    assert np.isnan(found).all(), found
