@@ -57,14 +57,15 @@ class _Leaf(NamedTuple):
     rounded: np.ndarray  # off by rounding alone in every sample
     exact: np.ndarray  # or in the mean
 
-    def words(self, index: int, off: float, bound: float) -> str:
+    def mean_of(self, index: int) -> str:
         at = np.unravel_index(index, self.shape)
         where = self.name + (str(list(map(int, at))) if self.shape else "")
+        mean = f"mean {self.mean[index]} ± {self.error[index]} against {self.truth[index]}"
+        return f"biased{' at ' + where if where else ''}: {mean}"
+
+    def words(self, index: int, off: float, bound: float) -> str:
         distance = f"off by {off:.1f} standard errors" if off < 1e6 else "and never near it"
-        return (
-            f"biased{' at ' + where if where else ''}: mean {self.mean[index]} ± {self.error[index]} against "
-            f"{self.truth[index]}, {distance} ({len(self.samples)} samples; {bound:.2g} are chance)"
-        )
+        return f"{self.mean_of(index)}, {distance} ({len(self.samples)} samples; {bound:.2g} are chance)"
 
 
 def distance(samples: Any, truth: Any, bound: float) -> Distance:
@@ -73,7 +74,9 @@ def distance(samples: Any, truth: Any, bound: float) -> Distance:
     for leaf in leaves:
         if not np.isfinite(leaf.mean).all():
             index = int(np.argmin(np.isfinite(leaf.mean)))
-            return Distance(np.inf, bound, leaf.words(index, np.inf, bound), np.inf)
+            number = np.sum(~np.isfinite(leaf.samples[:, index]))
+            found = f"{number} of {len(leaf.samples)} samples are not finite" if number else "the sum overflowed"
+            return Distance(np.inf, bound, f"{leaf.mean_of(index)}: {found}", np.inf)
     level = 2 * special.ndtr(-bound)
     found, dense = [Distance(0.0, bound, "no elements")], []
     for leaf in leaves:

@@ -55,7 +55,8 @@ def perturbation_growth(
 
     Raises:
       ValueError: for a `num` that is not from 1 to the state's size, no steps, a step that changes the state's form, or
-        a state that holds anything else: integers and keys, which a perturbation would round, and half precision.
+        a state, before or after a step, that holds anything else: integers and keys, which a perturbation would round,
+        and half precision.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -65,7 +66,7 @@ def perturbation_growth(
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 32:
+        if not _is_wide(dtype):
             raise ValueError(
                 f"perturbation_growth needs a state of float32 or float64, without PRNG keys and counters: "
                 f"state{jax.tree_util.keystr(path)} has dtype {dtype}. Give the steps their noise and numbers in xs, "
@@ -83,8 +84,10 @@ def perturbation_growth(
     def move(z, x):
         new = step(restore(z), x)
         before, after = (jax.tree.map(jnp.shape, s) for s in (state, new))
-        if after != before:
-            raise ValueError(f"step must return a state of the form that it got, {before}, got {after}")
+        wrong = [x.dtype for x in map(jnp.asarray, jax.tree.leaves(new)) if not _is_wide(x.dtype)]
+        if after != before or wrong:
+            found = f"{after}{f' with dtype {wrong[0]}, which a perturbation would round' if wrong else ''}"
+            raise ValueError(f"step must return a state of the form that it got, {before}, got {found}")
         return ravel_pytree(new)[0].astype(z.dtype)
 
     def forward(frame, zx):
@@ -116,3 +119,7 @@ def perturbation_growth(
     total = steps.sum(0)
     order = np.argsort(-total)
     return Growth(total[order], total[order] / len(steps), steps[:, order])
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32

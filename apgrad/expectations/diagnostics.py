@@ -40,10 +40,11 @@ class Row(NamedTuple):
       mean: the mean of the estimates.
       standard_error: the standard error of the mean.
       bias: the mean less the truth, 0 where that is rounding; None where no truth is known, and for the reference.
-      off: the bias of the worst element in standard errors, infinite where nothing varies; nan without truth.
+      off: the bias of the worst element in standard errors, infinite where nothing varies; nan without truth, and where
+        an estimate is not finite.
       biased: whether the mean is farther off than chance takes it once in 1000 times (`ap.testing.assert_unbiased`).
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
-      squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
+      squared_bias: the square of the bias, less what the noise of both means adds to it; nan where `off` is.
       squared_error: of one estimate, variance and squared bias; the variance without truth.
       uncertainty: the standard error of the squared error; it is too small where tails are heavy.
       cosine: the median over estimates of the cosine with the truth, or else with the mean of the other estimates.
@@ -96,7 +97,8 @@ class Comparison(NamedTuple):
             bias = ("", "") if r.bias is None else (_short(r.off), f"{r.squared_bias:.2g}")
             error = f"{r.squared_error:.2g} ± {r.uncertainty:.1g}"
             relative = "1" if r.efficiency == best else f"{r.efficiency / best:.2g}"
-            notes = ", ".join(["biased"] * r.biased + ["rounding"] * r.rounding + ["heavy tails"] * r.heavy_tailed)
+            tails = "not finite" if r.variance == math.inf else "heavy tails"
+            notes = ", ".join(["biased"] * r.biased + ["rounding"] * r.rounding + [tails] * r.heavy_tailed)
             of = f"{r.cosine:.2f}", f"{r.share:.0%}", f"{1e3 * r.seconds:.3g}", relative
             cells.append((name, mean, bias[0], f"{r.variance:.2g}", bias[1], error, *of, notes))
         elements = next(iter(self.rows.values())).mean.size
@@ -135,7 +137,8 @@ def compare(
 
     Raises:
       ValueError: for no objectives, too few estimates, truth and reference both, an unknown reference, a truth of
-        another form; with their messages, where all the objectives or the reference raise an error.
+        another form; with their messages, where all the objectives or the reference raise an error; for a truth, or
+        estimates of the reference, that are not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -156,6 +159,8 @@ def compare(
         raise ValueError("compare takes the exact gradient, truth=, or a reference to stand for it, not both")
     if reference is not None and reference not in objectives:
         raise ValueError(f"reference={reference!r} is none of the objectives, {list(objectives)}")
+    if truth is not None and not _finite(truth):
+        raise ValueError(f"compare needs a truth that is finite, since nothing is near another, got {truth}")
     chunk = -(-num_estimates // rounds)
     keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
     compiled, refused, samples, seconds = {}, {}, {}, {}
@@ -179,6 +184,10 @@ def compare(
                     seconds.setdefault(name, []).append((time.perf_counter() - start) / chunk)
                     samples.setdefault(name, []).append(_flat(out, 1))
     one = jax.tree.map(lambda x: x[0], out)
+    if reference is not None and not np.isfinite(samples[reference]).all():
+        bad = sum(not np.isfinite(x).all() for x in np.concatenate(samples[reference]))
+        found = f"{bad} of its {chunk * rounds} estimates are not finite"
+        raise ValueError(f"reference={reference!r} stands for the truth, and {found}. Give another, or truth=")
     if truth is not None and (mine := _form(one)) != (given := _form(truth)):
         raise ValueError(f"the gradient has the form {mine}, the truth {given}: give it as jax.grad gives the gradient")
     cuts = np.cumsum([x.size for x in _real(one)])[:-1]
@@ -235,7 +244,9 @@ def recommend(comparison: Comparison) -> str:
                 u = rows[unbiased[0]]
                 number = (u.variance - r.variance * r.seconds / u.seconds) / r.squared_bias
                 lines[-1] += f" Averages of more than {number:.2g} estimates of {unbiased[0]} are better."
-        if r.heavy_tailed:
+        if r.variance == math.inf:
+            lines.append(f"{name} is not finite in some estimates, or their squares are not.")
+        elif r.heavy_tailed:
             lines.append(f"{name} has heavy tails: {r.share:.0%} of its variance comes from 1 % of its estimates.")
             if r.cosine > 0.5:
                 lines[-1] += f" Yet its median cosine is {r.cosine:.2f}: cut what few lanes send back, ap.clip_lanes."
@@ -280,7 +291,8 @@ def _compile(objective, argnums, keys, args):
         raise TypeError(f"an objective is a function (key, *args) -> scalar, got {type(objective).__name__}")
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
-    jax.block_until_ready(function(keys, *args))
+    if not jax.tree.leaves(jax.block_until_ready(function(keys, *args))):
+        raise TypeError(f"argnums={argnums} has no arrays to differentiate")
     return function
 
 
@@ -296,6 +308,10 @@ def _real(tree):
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
     both = [np.stack([np.real(x), np.imag(x)], axis=-1) if np.iscomplexobj(x) else x for x in leaves]
     return [x.astype(np.float64) for x in both]
+
+
+def _finite(tree):
+    return all(np.isfinite(x).all() for x in _real(tree))
 
 
 def _flat(tree, batch):

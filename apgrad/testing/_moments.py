@@ -54,6 +54,8 @@ def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_estimates:
     keys = jax.random.split(key, whole("num_estimates", num_estimates, 2))
     batch_size = min(whole("batch_size", batch_size), num_estimates)
     leaves, tree = jax.tree.flatten(jax.eval_shape(estimate_fn, key))
+    if not leaves:
+        raise ValueError(f"the estimate has no arrays, got {tree.unflatten([])}: nothing can be said of it")
     # An empty array would make `jax.lax.map` divide by its size.
     filled = lambda key: [x for x in jax.tree.leaves(estimate_fn(key)) if jax.numpy.size(x)]
     batches = lambda keys: jax.lax.map(filled, keys, batch_size=batch_size)

@@ -21,7 +21,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
       atol: absolute tolerance.
 
     Raises:
-      AssertionError: naming the transformation.
+      AssertionError: naming the transformation, or for a NaN.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -29,6 +29,8 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     """
     both = jax.value_and_grad(function)
     own = both(*args)
+    if any(np.isnan(x).any() for x in jax.tree.leaves(own)):
+        raise AssertionError(f"value or gradient is NaN, so that a change cannot be seen: {own}")
     copies = [(nearby(args[0], number), *args[1:]) for number in range(2)]
     lanes = stacked([own, both(*copies[1])])
     zero = jnp.zeros_like(own[0])

@@ -199,8 +199,22 @@ def test_bad_comparisons():
         ({"truth": np.zeros(2), "num_estimates": 10}, r"has the form \(\), the truth \(2,\)"),
         ({"truth": [0.0], "num_estimates": 10}, r"has the form \(\), the truth \[\(\)\]"),
         ({"truth": 3j, "num_estimates": 10}, r"has the form \(\), the truth complex \(\)"),
+        ({"truth": np.inf}, "truth that is finite"),
+        ({"truth": np.nan}, "truth that is finite"),
     ):
         refused(ValueError, words, diagnostics.compare, {"a": lambda key, x: x}, KEY, 0.0, **options)
+    refused(ValueError, "no arrays", diagnostics.compare, {"a": lambda key, x: 1.0}, KEY, {}, num_estimates=10)
+
+
+def test_what_is_not_finite_is_no_reference_and_is_said_to_be_so():
+    sometimes = lambda value: lambda key, x: x * jnp.where(jax.random.uniform(key) < 0.5, value, 1.0)
+    objectives = {"inf": sometimes(jnp.inf), "nan": sometimes(jnp.nan), "one": sometimes(1.0)}
+    compare = lambda **options: diagnostics.compare(objectives, KEY, 1.0, num_estimates=20, rounds=2, **options)
+    for name in ("inf", "nan"):
+        refused(ValueError, f"'{name}'.*20 estimates are not finite", compare, reference=name)
+    found = compare(truth=1.0)
+    assert str(found).count("not finite") == 2 and "heavy tails" not in str(found)
+    assert "inf is not finite in some estimates" in diagnostics.recommend(found)
 
 
 def test_a_complex_gradient_counts_with_both_its_parts():
@@ -310,6 +324,8 @@ def test_growth_neither_overflows_nor_needs_full_rank():
         ("num from 1", lambda x, _: x, {"length": 3, "num": 3}),
         ("at least one step", lambda x, _: x, {"length": 0}),
         ("state of the form", lambda x, _: x[:1], {"length": 3}),
+        ("of the form.*got .*int32", lambda x, _: jnp.round(x).astype(int), {"length": 3}),
+        ("of the form.*got .*bfloat16", lambda x, _: x.astype(jnp.bfloat16), {"length": 3}),
     ):
         refused(ValueError, words, diagnostics.perturbation_growth, step, jnp.zeros(2), **options)
     refused(ValueError, "without PRNG keys", diagnostics.perturbation_growth, lambda x, _: x, (W[0], KEY), length=3)

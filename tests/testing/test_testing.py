@@ -31,6 +31,7 @@ def test_moments_are_those_of_the_samples():
     np.testing.assert_allclose(found.standard_error, np.sqrt(found.variance / 5000))
     assert found.mean.dtype == np.float64 and (np.abs(found.mean) < 4 * found.standard_error).all()
     refused(ValueError, "num_estimates must be an integer of at least 2", ap.testing.moments, jax.random.normal, KEY, 1)
+    refused(ValueError, "estimate has no arrays, got None", ap.testing.moments, lambda key: None, KEY, 10)
 
 
 def test_an_unbiased_estimate_passes_and_says_how_far_off_it_was():
@@ -41,7 +42,7 @@ def test_a_biased_estimate_is_named():
     for words, estimate, truth in (
         (r"biased at \['a'\]\[1\]: mean .* against 1.3", noisy(1.0), {"a": np.array([1.0, 1.3]), "b": (3.0,)}),
         (r"biased at \['b'\]\[0\]: mean 3.0 ± 0.0", noisy(1.0), {"a": np.ones(2), "b": (3.001,)}),
-        ("mean nan", lambda key: jax.random.normal(key) * jnp.nan, 0.0),
+        ("mean nan .* 0.0: 1000 of 1000 samples are not finite", lambda key: jax.random.normal(key) * jnp.nan, 0.0),
     ):
         refused(AssertionError, words, ap.testing.assert_unbiased, estimate, truth, KEY, 1000)
 
@@ -113,6 +114,7 @@ def test_what_a_transformation_changes_is_named():
         return x * len(calls)
 
     refused(AssertionError, "under jit", ap.testing.assert_transformable, impure, jnp.float32(1.0))
+    refused(AssertionError, "NaN, .* cannot be seen", ap.testing.assert_transformable, jnp.sqrt, jnp.float32(-1.0))
 
 
 def square_with_a_batching_rule(rule):
