@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import os
 import re
 import subprocess
@@ -258,10 +259,20 @@ def test_what_is_no_function_of_its_key_is_named():
         noise.def_vmap(lambda size, batched, x: (-x, True))
         return 2 * theta + noise(jax.random.normal(key))
 
+    def other_in_a_scan(key, theta):
+        inside = any(frame.function == "scanned" for frame in inspect.stack())
+        return (2.1 if inside else 2.0) * theta + jax.random.normal(key)
+
+    def sometimes_nan(key, theta):
+        noise = jax.random.normal(key)
+        return 2 * theta + jnp.where(noise > 2.5, jnp.nan, noise)
+
     for estimate, words in (
         (counting, "FAIL  keys        two calls with one key differ"),
         (same_noise_twice, "FAIL  keys        a key is used twice"),
         (other_under_vmap, "FAIL  vmap        other estimates, by"),
+        (other_in_a_scan, "FAIL  scan        other estimates, by"),
+        (sometimes_nan, r"FAIL  bias        .*: \d of 1000 samples are not finite"),
     ):
         not_certified(words, estimate, jnp.square, 1.0, num_estimates=1000, resolution=1.0)
 
