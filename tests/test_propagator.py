@@ -60,6 +60,13 @@ def test_forward_must_return_a_pair(wrap):
     refused(TypeError, "pair", lambda: ap.node(wrap(ap.Propagator(lambda x: x, lambda _, m: (m,))))(1.0))
 
 
+@pytest.mark.parametrize("what, words", [("a", "got str"), (lambda m: 2 * m, "got function")])
+def test_a_memory_of_what_is_no_array_is_named(what, words):
+    f = ap.node(ap.Propagator(lambda x: (x, {"kept": what}), lambda _, m: (m,)))
+    assert f(1.0) == 1.0  # which remembers nothing
+    refused(TypeError, rf"memory\['kept'\] is no array.*{words}.*closes over", jax.grad(f), 1.0)
+
+
 class Scale:
     """An object that is no pytree, with an array in an attribute."""
 
@@ -185,6 +192,7 @@ def test_combine_merges_dict_messages_and_passes_on_what_is_not_answered():
 def test_skip_refuses_what_it_cannot_pass_over():
     skipped = lambda f: ap.node(ap.skip(ap.backpropagation(f)))
     refused(ValueError, "same shapes", lambda: skipped(jnp.sum)(jnp.ones(3)))
+    refused(TypeError, "one input, got 2", lambda: skipped(jnp.add)(1.0, 2.0))
     refused(TypeError, "complex", lambda: skipped(lambda x: x + 1j)(1.0))
     keys = ap.skip(ap.Propagator(lambda x: (jax.random.split(jax.random.key(0), 3), None), lambda _, m: (m,)))
     refused(TypeError, "no messages", lambda: ap.node(keys)(jnp.ones(3)))

@@ -84,6 +84,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
         output, memory = forward(inputs, flags)
+        _require_arrays(memory)
         if not any(is_inexact(x) for x in jax.tree.leaves(output)):
             raise ValueError(
                 "a propagator is differentiated, but its output has no floating-point array, and no other gets "
@@ -294,7 +295,10 @@ def skip(propagator: Propagator) -> Propagator:
     """
     _require_propagators("skip", (propagator,))
 
-    def forward(value):
+    def forward(*inputs):
+        if len(inputs) != 1:
+            raise TypeError(f"skip passes messages over to one input, got {len(inputs)}: give them as one pytree")
+        (value,) = inputs
         output, _ = _pair(propagator.forward(value))
         given, got = (jax.tree.map(jnp.shape, tree) for tree in (value, output))
         if given != got:
@@ -369,6 +373,13 @@ def _require_propagators(name: str, propagators: tuple[Any, ...]) -> None:
 
 def _pair(result: Any) -> tuple[Any, Any]:
     return tuple_of(2, "a propagator's forward must return the pair (output, memory or None)", result)
+
+
+def _require_arrays(memory: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(memory):
+        if not (isinstance(x, bool | int | float | complex) or hasattr(x, "dtype") or hasattr(x, "__jax_array__")):
+            at = f"a propagator's memory{jax.tree_util.keystr(path)} is no array"
+            raise TypeError(f"{at}, got {describe(x)}. What is known beforehand is what backward closes over.")
 
 
 def _instantiate(message: Any) -> Any:
