@@ -1,7 +1,7 @@
 """Learning the prior and the rule together (MPLP, section 4.1.2, Fig. 3).
 
     python -m experiments.mplp_maml                   # 150 outer steps: a first trace of learning in two steps
-    python -m experiments.mplp_maml --preset paper    # 258,202 outer steps: about six hours of one core
+    python -m experiments.mplp_maml --preset paper    # 258,202 outer steps: about two hours of two cores
 
 A sinusoid is learned in two steps of ten points, by the published stateless rule with a prior that is meta-trained with
 it, by MAML (a learned prior, gradient descent), and, to see that rule and prior belong together, by the same rule from
