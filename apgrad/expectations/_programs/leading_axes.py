@@ -58,6 +58,8 @@ _BY_ELEMENT = (kinds.NO_DERIVATIVE | {"select_n"}) - {"argmax", "argmin", "bitca
 def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
     """Where an equation leaves an axis of its operand of this number; None where that is not known."""
     name, params = eqn.primitive.name, Parameters(eqn)
+    if not eqn.outvars:  # of a callback
+        return None
     if name in kinds.ELEMENTWISE or name in kinds.SAME_VALUE or name in _BY_ELEMENT:
         # An operand of `select_n` may be a scalar, which has no axis.
         return axis
