@@ -186,7 +186,9 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
     """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
-    return kept(sampler, *((key, value) if isinstance(sampler, Rounding) else _together(key, value)))
+    if not isinstance(sampler, Rounding):
+        key, value = _together(key, value)
+    return kept(sampler, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))

@@ -111,8 +111,8 @@ def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
 
 
 # Functions along one axis or some, by the parameter that names them: the other axes stay as they are.
-_ALONG = dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"), "axis")
-_ALONG |= {"concatenate": "dimension", "sort": "dimension", "rev": "dimensions"}
+_ALONG = {"concatenate": "dimension", "sort": "dimension", "rev": "dimensions", "split": "axis", "top_k": "axis"}
+_ALONG |= {f"cum{name}": "axis" for name in ("sum", "prod", "max", "min", "logsumexp")}
 
 
 def _by_windows(name, params, eqn, number, axis) -> bool:
