@@ -167,17 +167,22 @@ class Restored:
         return memory.astype("float16") if self.how == "dtype" else memory[:1]
 
 
+def standing(where, sampler):
+    """A function, its two arguments and options of `ap.randomize`, by which a sampler stands there."""
+    function, args = loss(LINEAR["scaled"]), (W, X)
+    if where == "an image":
+        function = lambda w, x: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
+        args = jnp.ones((2, 3, 2, 2)), jnp.ones((4, 3, 6, 6))
+    if where == "a block":
+        block = jax.checkpoint(function)
+        return lambda w, x: block(w, jnp.sin(x)), *args, {"sampler": R.rounding(8), "boundaries": sampler}
+    return function, *args, {"sampler": sampler}
+
+
 @pytest.mark.parametrize("how, got", [("dtype", r"float16\["), ("shape", r"float32\[1,")])
 @pytest.mark.parametrize("where", ["a product", "shared", "a block", "an image"])
 def test_an_estimate_of_another_form_names_its_sampler(how, got, where):
-    sampler, function, args = Restored(how, where == "shared"), loss(LINEAR["scaled"]), (W, X)
-    if where == "an image":
-        function = lambda w, x: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
-        args = jnp.ones((2, 3, 2, 2)), jnp.ones((4, 3, 5, 5))
-    if where == "a block":
-        block = jax.checkpoint(function)
-        function = lambda w, x: block(w, jnp.sin(x))
-    options = {"sampler": R.rounding(8), "boundaries": sampler} if where == "a block" else {"sampler": sampler}
+    function, *args, options = standing(where, Restored(how, where == "shared"))
     words = rf"restore of the sampler Restored\(how='{how}'.* `like`, float32\[.* got {got}"
     refused(ValueError, words, gradient_shape, function, *args, **options)
 
@@ -198,14 +203,7 @@ class Kept:
 
 @pytest.mark.parametrize("where", ["a product", "a block", "an image"])
 def test_a_memory_that_is_no_array_names_its_sampler(where):
-    sampler, function, args = Kept(lambda kept: (kept, "half")), loss(LINEAR["scaled"]), (W, X)
-    if where == "an image":
-        function = lambda w, x: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
-        args = jnp.ones((2, 3, 2, 2)), jnp.ones((4, 3, 6, 6))
-    if where == "a block":
-        block = jax.checkpoint(function)
-        function = lambda w, x: block(w, jnp.sin(x))
-    options = {"sampler": R.rounding(8), "boundaries": sampler} if where == "a block" else {"sampler": sampler}
+    function, *args, options = standing(where, Kept(lambda kept: (kept, "half")))
     words = r"keep of the sampler Kept\(.* is to return a pytree of arrays, got 'half'"
     refused(TypeError, words, gradient_shape, function, *args, **options)
 
