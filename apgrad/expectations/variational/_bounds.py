@@ -34,7 +34,9 @@ def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
     """Zeros with the derivative of the log-density of each sample, (samples, *batch), while the samples stay fixed."""
     distributions.require_unrounded(what, proposal, z)
     zeros = jax.vmap(lambda z: distributions.score(what, proposal, z))(z)
-    return distributions.guarded(what, proposal, zeros)
+    zeros = distributions.guarded(what, proposal, zeros)
+    # The derivative is NaN where the score is, whatever XLA makes of a function of it.
+    return zeros * jnp.where(jnp.isnan(jax.lax.stop_gradient(zeros)), jnp.nan, 1).astype(zeros.dtype)
 
 
 def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> jax.Array:
