@@ -155,7 +155,8 @@ def _idle_policies(program: jaxprs.Program) -> list[str]:
         inside, here = jaxprs.nested(eqn), jaxprs.join(jaxprs.plain_scope(jaxprs.scope(eqn)), eqn.primitive.name)
         if inside is None:
             continue
-        policy, eqns = inside.options.get("policy"), inside.jaxprs[0].jaxpr.eqns
+        # JAX asks the policy of equations within calls, loops and branches of the block, too.
+        policy, eqns = inside.options.get("policy"), jaxprs.all_equations(inside.jaxprs[0])
         if policy is not None and policy is not policies.nothing_saveable:
             answers = [policy(e.primitive, *(v.aval for v in e.invars), **e.params) for e in eqns]
             recompute = type(nothing(eqn.primitive))

@@ -55,12 +55,15 @@ def test_what_is_not_linear_or_a_number_is_not_rounded_and_work_is_that_of_its_p
 
 @pytest.mark.parametrize("name, idle", [("hidden", False), ("hiden", True)])
 def test_a_policy_that_keeps_nothing_is_warned_of(name, idle):
+    """Also of what stands in a call or in a loop of the block."""
     rest = {"names_which_can_be_offloaded": [], "offload_src": "device", "offload_dst": "pinned_host"}
-    for policy in (
+    policies = (
         jax.checkpoint_policies.save_only_these_names(name),
         jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=[name], **rest),
-    ):
-        block = jax.checkpoint(layer, policy=policy)
+    )
+    loop = lambda x, w: jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0]
+    for policy, inside in zip((*policies, policies[0]), (layer, jax.jit(layer), loop), strict=True):
+        block = jax.checkpoint(inside, policy=policy)
         with pytest.warns(UserWarning, match="keeps nothing") if idle else contextlib.nullcontext():
             ap.memory_report(lambda w, x, block=block: jnp.sum(block(x, w) ** 2), W, X)
 
