@@ -52,6 +52,7 @@ ABOUT = {
         "architecture": "1-20-20-1 relu; weights N(0, .05^2), biases 0; squared error; 5 steps of 10",
         "activations": ["relu"],
         "minibatches": [10, 10],
+        "updates": 5,
         "depths": [2, 2],
         "widths": [20, 20],
     },
@@ -62,6 +63,7 @@ ABOUT = {
         "sigmoid(8 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
         "activations": ["sigmoid", "sigmoid(8 z)", "step"],
         "minibatches": [8, 8],
+        "updates": 20,
         "depths": [1, 2],
         "widths": [50, 256],  # the widest that it was measured with
     },

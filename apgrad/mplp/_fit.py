@@ -15,6 +15,7 @@ from apgrad._ground.progress import progress_bar
 from apgrad.mplp._losses import cross_entropy, softmax_cross_entropy
 from apgrad.mplp._pretrained import load_pretrained, pretrained_card
 from apgrad.mplp._protocol import LearnedRule
+from apgrad.mplp._reach import warn_of_updates
 from apgrad.mplp._sequential import Names, from_nnx, require_equal, to_nnx
 from apgrad.mplp._step import init_state, inner_step
 from apgrad.mplp.rules._normalized import Normalized
@@ -102,6 +103,7 @@ def fit(
     first = next(batches)
     require_equal(network, params, model, first[0])
     made: Any = load_pretrained(rule, *first) if isinstance(rule, str) else rule
+    warn_of_updates(getattr(made, "reach", None), steps)
     made = made.for_steps(steps) if isinstance(made, Normalized) else made
     state = init_state(made, network, params, first)
     judged = None if held_out is None else _pair("the held-out set", held_out, loss)

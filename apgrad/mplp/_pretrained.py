@@ -106,7 +106,8 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
         how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
         the smallest and the largest number) the rule warns once where a network and a minibatch lie outside; with
-        "updates" (the largest number) also where it is told more of them; and not of pooling with "wires" (true).
+        "updates" (the largest number) also where it is told, or `fit` makes, more of them; and not of pooling with
+        "wires" (true).
       path: path of the two files, without their suffixes.
 
     Raises:

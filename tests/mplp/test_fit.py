@@ -1,5 +1,6 @@
 """`mplp.fit`: what comes out is what the loop written by hand makes, and what cannot be trained on is refused."""
 
+import contextlib
 import itertools
 
 import jax
@@ -101,6 +102,12 @@ def test_a_pretrained_rule_says_which_models_it_is_for():
     match = r"the rule 'image_mlp' is for MLPs, an nnx.Sequential of nnx.Linear.*function of"
     for part in (nnx.LayerNorm(2, rngs=nnx.Rngs(0)), nnx.Rngs(0)):
         refused(TypeError, match, mplp.fit, nnx.Sequential(*model().layers, part), BATCHES, "image_mlp", 2)
+
+
+def test_a_rule_that_is_told_nothing_warns_of_more_updates_than_its_card_has():
+    for steps in (20, 21):  # the error comes before anything is compiled
+        with pytest.warns(UserWarning, match="at most 20 updates, got 21") if steps > 20 else contextlib.nullcontext():
+            refused(TypeError, "the held-out set is a pair", fit, rule="image_mlp", steps=steps, held_out=X[0])
 
 
 def test_fit_compares_the_network_with_the_model():

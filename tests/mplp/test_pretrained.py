@@ -262,6 +262,7 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
     for case, match in [
         (((2, 3, 1), jax.nn.relu, 4), "tried with the activations tanh, step, 1 to 2 hidden.*the activation relu"),
         (((2, 3, 1), lambda z: z, 4), "the activation <lambda>"),
+        (((2, 3, 1), functools.partial(jax.nn.standardize, axis=1), 4), "the activation partial"),
         (((2, 3, 3, 3, 1), jnp.tanh, 4), "3 hidden layers"),
         (((2, 9, 1), jnp.tanh, 4), "a hidden layer of 9 units"),
         (((2, 3, 1), jnp.tanh, 1), "minibatches of 1"),
