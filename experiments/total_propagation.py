@@ -15,8 +15,9 @@ from 200 earlier calls, and "by state" its option. "clipped at 4" and "clipped a
 (`ap.clip_lanes`), and biased. The bias of the derivative in beta alone stands in the rows of results.json; the lower
 panels show what the weights cost in bias, far from chaos, with more estimates: only cross-fitting is right.
 
-Intervals are 95 % percentile bootstrap intervals over the K estimates. Where RP explodes its variance is known to an
-order of magnitude at best; there LR is the better one. At beta = 1.5, H = 100 RP is heavy-tailed as well.
+Intervals are 95 % percentile bootstrap intervals over the K estimates, or, with several sets of them, over the sets:
+each has its own keys, and `ap.adaptive` its own earlier calls. Where RP explodes its variance is known to an order of
+magnitude at best; there LR is the better one. At beta = 1.5, H = 100 RP explodes rarely, so that one set tells nothing.
 """
 
 import itertools
@@ -49,13 +50,14 @@ class Config(harness.Config):
     parameters: tuple[int, ...] = (1, 5)  # numbers of differentiated parameters, 1 or 5.
     methods: tuple[str, ...] = RULES[:-1]  # ways to weigh.
     estimates: int = 60  # repetitions of the gradient estimate, K.
+    sets: int = 1  # of so many estimates, for the variance.
     lanes: int = 1000  # trajectories for each estimate, B.
     # horizon, lanes and repetitions of the bias, at beta = 1.5.
     bias_points: tuple[tuple[int, int, int], ...] = ((25, 30, 4_000),)
     resamples: int = 2000  # of the bootstrap.
 
     def __post_init__(self):
-        harness.require_least(self, estimates=2, lanes=4)
+        harness.require_least(self, estimates=2, lanes=4, sets=1)
         harness.require_even(self, "lanes")
         harness.require_among(self, parameters=(1, 5), methods=(*RULES, *CLIPPED))
 
@@ -80,16 +82,19 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     # Methods see the same noise, so that their ratios are sharper than they are.
-    seed = harness.cell_seed(config.seed, {k: cell[k] for k in ("kind", "P", "H", "beta", "B", "K")})
-    found = chaotic_network.gradients(cell["method"], cell["beta"], cell["H"], cell["B"], cell["K"], seed, cell["P"])
-    found = found.astype(np.float64).reshape(cell["K"], -1)
-    finite = found[np.isfinite(found).all(axis=1)]
-    mean = finite.mean(axis=0) if len(finite) else np.full(found.shape[1], np.nan)
-    squares = ((finite - mean) ** 2).sum(axis=1)
-    result = {"mean": mean.tolist(), "nonfinite": len(found) - len(finite)}
+    same = {k: cell[k] for k in ("kind", "P", "H", "beta", "B", "K")}
+    shown, means, squares = [cell[k] for k in ("method", "beta", "H", "B", "K")], [], []
+    for number in range(config.sets if cell["kind"] == "variance" else 1):
+        seed = harness.cell_seed(config.seed, same | ({"set": number} if number else {}))
+        found = chaotic_network.gradients(*shown, seed, cell["P"]).astype(np.float64).reshape(cell["K"], -1)
+        finite = found[np.isfinite(found).all(axis=1)]
+        means.append(finite.mean(axis=0) if len(finite) else np.full(found.shape[1], np.nan))
+        squares.append(((finite - means[-1]) ** 2).sum(axis=1))
+    count = sum(map(len, squares))
+    result = {"mean": np.mean(means, axis=0).tolist(), "nonfinite": cell["K"] * len(squares) - count}
     if cell["kind"] == "bias":
-        return result | {"variance": float(squares.sum() / (len(finite) - 1))}
-    return result | {"squares": squares.tolist()}
+        return result | {"variance": float(squares[0].sum() / (count - 1))}
+    return result | {"squares": np.concatenate(squares).tolist()}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -113,14 +118,16 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 def _ratios(config, p, h, beta, found):
     """A row for each method; the bootstrap draws the same estimates of all methods, as their noise is the same."""
     rng = np.random.default_rng(config.seed)
-    draws = rng.integers(config.estimates, size=(config.resamples, config.estimates))
+    count = config.sets if config.sets > 1 else config.estimates
+    draws = rng.integers(count, size=(config.resamples, count))
 
     def variances(values):
-        return np.mean(values[draws % len(values)], axis=1) * len(values) / (len(values) - 1)
+        means = np.array([part.mean() for part in np.array_split(values, min(count, len(values)))])
+        return np.mean(means[draws % len(means)], axis=1) * len(values) / (len(values) - config.sets)
 
     squares = {m: np.array(r["squares"]) for m, r in found.items()}
-    resampled = {m: variances(s) for m, s in squares.items() if len(s) > 1}
-    value = {m: float(s.sum() / (len(s) - 1)) if len(s) > 1 else np.inf for m, s in squares.items()}
+    resampled = {m: variances(s) for m, s in squares.items() if len(s) > config.sets}
+    value = {m: float(s.sum() / (len(s) - config.sets)) if m in resampled else np.inf for m, s in squares.items()}
     better = min(("RP", "LR"), key=lambda m: value[m])
     exact = chaotic_network.reference(beta, [h])[h].gradient if p == 1 else None
     rows = []
@@ -131,8 +138,11 @@ def _ratios(config, p, h, beta, found):
         row = {"P": p, "H": h, "beta": beta, "method": method, "variance": variance}
         row |= {"nonfinite": found[method]["nonfinite"], "better": better, "ratio": variance / value[better]}
         row |= {"ratio_low": low, "ratio_high": high}
+        if config.sets > 1 and method in resampled:
+            of_sets = [part.mean() for part in np.array_split(squares[method], config.sets)]
+            row |= dict(zip(("least", "median", "largest"), np.quantile(of_sets, [0, 0.5, 1]).tolist(), strict=True))
         if exact is not None:
-            error = np.sqrt(variance / len(squares[method])) if len(squares[method]) > 1 else np.nan
+            error = np.sqrt(variance / len(squares[method])) if method in resampled else np.nan
             row |= {"exact": exact, "bias": found[method]["mean"][0] - exact, "standard_error": float(error)}
         rows.append(row)
     return rows
@@ -150,9 +160,10 @@ def _figure(config, rows, biases):
     columns = max(len(config.horizons), len(config.bias_points))
     lines = len(config.parameters) + bool(biases)
     figure, axes = harness.panels(lines, columns, (4.2 * columns, 3.4 * lines))
+    count = f"{config.sets} sets of {config.estimates}" if config.sets > 1 else config.estimates
     figure.suptitle(
-        f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {config.estimates} estimates a "
-        "point, bands are 95 % bootstrap intervals; at the bottom of a panel stands which is the better",
+        f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {count} estimates a point, bands "
+        "are 95 % bootstrap intervals; at the bottom of a panel stands which is the better",
         wrap=True,
         fontsize="medium",
     )
