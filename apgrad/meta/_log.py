@@ -1,6 +1,7 @@
 """How a training goes: TensorBoard's files, a progress bar (both are a `log` of `train`), and the file of all steps."""
 
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from apgrad._ground.progress import progress_bar
 Log = Callable[[int, dict[str, float]], None]
 COLUMNS = ("loss", "gradient_norm")
 HEAD = ",".join(["step", *COLUMNS]) + "\n"
+ROW = re.compile(r"(\d+),[\w.+-]+,[\w.+-]+\n")
 
 
 def tensorboard(folder: str | Path) -> Log:
@@ -55,8 +57,8 @@ def show_progress(step: int, steps: int) -> Log:
 
 def begin_metrics(path: Path, step: int) -> None:
     """The file `metrics.csv` of a run that goes on from a step: its head, and the whole rows up to the step."""
-    lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
-    whole = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= step]
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) <= step]
     write_atomically(path, HEAD + "".join(whole))
 
 

@@ -5,6 +5,7 @@ that APGRAD_DATA names; without it `sklearn.datasets.fetch_openml` downloads it 
 """
 
 import functools
+import io
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -128,15 +129,30 @@ def _stored(source, folder):
     found = sorted(Path(root).glob(source.file)) if root else []
     if not found:
         return None
-    with np.load(found[0]) as file:
-        keys = ("x_train", "y_train", "x_test", "y_test")
-        if missing := [key for key in keys if key not in file.files]:
-            raise ValueError(f"{found[0]} should have the arrays {keys} (the Keras layout); {missing} are missing")
-        arrays = tuple(file[key] for key in keys)
+    keys = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(io.BytesIO(found[0].read_bytes())) as file:
+            stored = {key: file[key] for key in keys if key in file.files}
+    except Exception as error:  # NumPy's, the archive's, the system's
+        raise ValueError(f"{found[0]} is damaged, or no .npz of arrays ({type(error).__name__}: {error})") from error
+    if missing := [key for key in keys if key not in stored]:
+        raise ValueError(f"{found[0]} should have the arrays {keys} (the Keras layout); {missing} are missing")
+    arrays = tuple(stored.values())
     for x, y in (arrays[:2], arrays[2:]):
-        if len(x) != len(y) or not len(x):
-            raise ValueError(f"{found[0]} has {len(x)} images and {len(y)} labels")
+        bytes_of = x.ndim in (3, 4) and len(x) and _are(np.uint8, x)
+        if not (bytes_of and y.size == len(x) and _are(np.int32, y) and y.min() >= 0):
+            raise ValueError(
+                f"{found[0]} should have images (n, height, width) or (n, height, width, channels) of bytes, 0 to 255, "
+                f"and as many labels (n,) of at least 0; got {x.dtype}{x.shape} and {y.dtype}{y.shape}. Of images in "
+                "[0, 1] write np.round(255 * x), of one-hot labels the argmax."
+            )
     return arrays
+
+
+def _are(dtype, x):
+    """Whether the dtype has all of these numbers."""
+    with np.errstate(invalid="ignore"):
+        return x.dtype.kind in "biuf" and np.array_equal(x, x.astype(dtype, copy=False))
 
 
 def _download(name, source):

@@ -53,6 +53,21 @@ def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeyp
     assert meta.data.load("cifar10", size=8, folder=tmp_path).x_train.shape == (6, 8 * 8 * 3)
 
 
+def test_a_file_of_what_is_no_bytes_and_labels_or_is_damaged_is_named(tmp_path):
+    """Images in [0, 1] became black and white, and the rows of one-hot labels ten labels each."""
+    x, y = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % 3
+    whole = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    write = lambda **some: np.savez(tmp_path / "mnist.npz", **whole | some)
+    wrong = {"x_train": x / 255, "x_test": x + 200}, {"x_test": x.reshape(6, 16)}, {"y_train": np.eye(3)[y]}
+    for some in (*wrong, {"y_test": y - 1}, {"y_train": y[:5]}, {"x_train": x[:0], "y_train": y[:0]}):
+        write(**some)
+        refused(ValueError, r"mnist.npz should have images .* of bytes", meta.data.load, "mnist", folder=tmp_path)
+    write(x_train=x.astype(float), y_test=y[:, None])
+    np.testing.assert_array_equal(meta.data.load_bytes("mnist", folder=tmp_path).x_train[..., 0], x)
+    (tmp_path / "mnist.npz").write_bytes((tmp_path / "mnist.npz").read_bytes()[:99])
+    refused(ValueError, "mnist.npz is damaged", meta.data.load, "mnist", folder=tmp_path)
+
+
 def test_images_are_loaded_from_the_folder_that_is_named_now_and_stay_as_they_are(tmp_path, monkeypatch):
     for classes in (2, 3):
         (folder := tmp_path / str(classes)).mkdir()

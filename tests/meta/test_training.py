@@ -248,6 +248,7 @@ DAMAGES = [
     (lambda text: text + b"5,0.", 0),
     (lambda text: text + b"5,0.5,0.5\n", 0),  # a step whose checkpoint was not written
     (lambda text: b"", 4),
+    (lambda text: text[:-4] + bytes(4) + b"\n\n\xff\n", 1),  # what a disk has after a power cut
 ]
 
 
