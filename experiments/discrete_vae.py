@@ -236,7 +236,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for cell, result in records:
         groups.setdefault((cell["network"], cell["latents"], cell["method"]), []).append(result)
-    rows, figures = [], {"images": records[0][1]["images"], "share_of_published_steps": config.steps / PUBLISHED_STEPS}
+    data = harness.common((r for _, r in records), "images")
+    rows, figures = [], {"images": data, "share_of_published_steps": config.steps / PUBLISHED_STEPS}
     for (network, latents, method), results in groups.items():
         last = np.array([r["bound"][-1] for r in results])
         found = {"runs": len(results), "bound": float(last.mean()), "standard_error": harness.standard_error(last)}

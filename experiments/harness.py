@@ -240,13 +240,14 @@ class Checkpoint(NamedTuple):
         names = _names(state)
         try:
             with np.load(io.BytesIO(self.path.read_bytes())) as file:
-                stored = dict(file)
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+                saved = file["names"].tolist()
+                stored = [file[f"arr_{i}"] for i in range(len(saved))]
+        except (ValueError, OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
             raise ValueError(f"{self.path} is damaged; delete it to begin the cell again") from error
-        if "names" not in stored or stored["names"].tolist() != names:
+        if saved != names:
             raise ValueError(f"{self.path} was saved by other code, with another state; delete it to begin again")
         leaves, tree = jax.tree.flatten(state)
-        return jax.tree.unflatten(tree, [_like(leaf, stored[f"arr_{i}"]) for i, leaf in enumerate(leaves)])
+        return jax.tree.unflatten(tree, list(map(_like, leaves, stored)))
 
     def save(self, state: Any) -> None:
         """Writes the state, a pytree of arrays and keys, in full or not at all."""
@@ -268,7 +269,7 @@ def _like(leaf: Any, stored: np.ndarray) -> Any:
     """What was stored of a leaf: a key, JAX's array or NumPy's."""
     if not isinstance(leaf, jax.Array):
         return stored
-    return jax.random.wrap_key_data(jnp.asarray(stored)) if _is_key(leaf) else jnp.asarray(stored)
+    return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else jnp.asarray(stored)
 
 
 def checkpoint(config: Config, cell: Cell) -> Checkpoint:
@@ -285,6 +286,17 @@ def _files(config: Config) -> Path:
     if config.out is None:
         raise ValueError("cells have files in a run's folder: give config.out, as a run from the command line does")
     return config.out / "cells"
+
+
+def common(results: Iterable[Mapping[str, Any]], name: str = "data") -> Any:
+    """What all results have under a name: APGRAD_DATA may have named other data when a run went on."""
+    found = {json.dumps(result[name]): result[name] for result in results}
+    if len(found) > 1:
+        raise SystemExit(
+            f"cells of this run were measured with unlike {name}: {'; '.join(found)}. Delete those that are to be "
+            "measured again, or begin another folder with --out."
+        )
+    return next(iter(found.values()))
 
 
 def grid(**axes: Iterable[Any]) -> list[Cell]:
@@ -403,7 +415,10 @@ def _parse(experiment: ModuleType, argv: list[str]) -> Any:
     prog = f"python -m experiments.{name_of(experiment)}"
     description = (experiment.__doc__ or "").split("\n\n")[0]
     try:
-        return tyro.cli(type(default), default=default, args=argv, prog=prog, description=description)
+        config = tyro.cli(type(default), default=default, args=argv, prog=prog, description=description)
+        if not 0 <= config.seed < 2**31:  # JAX takes others modulo 2^32, NumPy refuses those below 0
+            raise ValueError(f"seed must be at least 0 and less than 2^31, got {config.seed}")
+        return config
     except ValueError as error:
         raise SystemExit(f"{prog}: {error}") from error
 

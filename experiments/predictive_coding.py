@@ -108,7 +108,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    data, rows = records[0][1]["data"], []
+    data, rows = harness.common(r for _, r in records), []
     figure, ((ax,),) = harness.panels()
     for method in METHODS:
         found = np.array([result["accuracies"] for cell, result in records if cell["method"] == method])

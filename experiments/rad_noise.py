@@ -190,7 +190,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[-1].legend()
     batch = f"batch {config.batch}; triangles: {' and '.join(map(str, config.larger))}"
     figure.suptitle(f"{config.network} after {end} steps; {batch}")
-    return harness.Report({"data": records[0][1]["data"]}, rows, f"{records[0][1]['data']}\n{table}", figure)
+    data = harness.common(r for _, r in records)
+    return harness.Report({"data": data}, rows, f"{data}\n{table}", figure)
 
 
 def _layers(gradient: Any) -> list[np.ndarray]:

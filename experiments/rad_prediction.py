@@ -245,7 +245,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     left.legend()
     off = lambda r: abs(r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"] - 1)
     worst = {name: max(off(r) for r in rows if r["network"] == name) for name in networks}
-    figures = {"data": records[0][1]["data"], "worst_relative_error_of_a_predicted_ratio": worst}
+    figures = {"data": harness.common(r for _, r in records), "worst_relative_error_of_a_predicted_ratio": worst}
     return harness.Report(figures, rows, f"{figures['data']}\n{harness.table(rows, *rows[0])}", figure)
 
 

@@ -205,7 +205,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         if not runs:
             continue
         last, first = np.array([r["curve"][-1] for r in runs.values()]), next(iter(runs.values()))
-        described.setdefault(network, first["data"])
+        described[network] = harness.common(r for (n, *_), r in found.items() if n == network)
         noises[network, method] = [_noise(runs.values(), i, "all") for i in range(len(first["noise"]))]
         curves[network, method] = np.mean([r["curve"] for r in runs.values()], 0)
         row = {"network": network, "data": described[network], "steps": steps, "method": method}

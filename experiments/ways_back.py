@@ -276,7 +276,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows, curves = [], {}
     timed = {(c["network"], c["rule"]): result for c, result in records if "measure" in c}
-    data, records = records[0][1]["data"], [(c, result) for c, result in records if "rate" in c]
+    data, records = harness.common(r for _, r in records), [(c, result) for c, result in records if "rate" in c]
     for network, rule in dict.fromkeys((c["network"], c["rule"]) for c, _ in records):
         mine = [(c, result) for c, result in records if (c["network"], c["rule"]) == (network, rule)]
         rate = max((result for c, result in mine if c["trial"] == 0), key=lambda result: result["held_out"])["rate"]

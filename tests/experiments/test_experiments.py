@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,7 +165,8 @@ class TestHarness:
         assert results["setting"] == "not the paper preset: cells=2 (paper: 9)"
 
     def test_a_wrong_configuration_is_refused(self, toy, run, tmp_path, capsys):
-        wrong = [(toy, "--cells 0"), (toy, "--preset huge"), (total_propagation, "--lanes 5")]
+        wrong = [(toy, f"--seed {seed}") for seed in (-1, 2**32)]  # key(2**32) is key(0)
+        wrong += [(toy, "--cells 0"), (toy, "--preset huge"), (total_propagation, "--lanes 5")]
         wrong += [(contact, "--lanes 5"), (policy_search_contacts, "--horizon 15")]
         wrong += [(chaos, f"--{words}") for words in ("estimates 1", "horizons 0", "betas -1", "lanes 1")]
         for experiment, options in [*wrong, (second_derivatives, "--graphs 'three nodes'")]:
@@ -181,6 +183,11 @@ class TestHarness:
         packages = {"python", "apgrad", "jax", "jaxlib", "numpyro", "numpy", "scipy"}
         assert set(results["versions"]) == packages and results["device"]
 
+    def test_figures_of_unlike_data_are_not_put_together(self):
+        """Digits stand in for MNIST where APGRAD_DATA names no folder, and the next start may name one."""
+        assert harness.common([{"data": "mnist"}] * 2) == "mnist"
+        refused(SystemExit, "unlike data: .*digits.*mnist", harness.common, [{"data": "digits"}, {"data": "mnist"}])
+
     def test_bootstrap_interval_of_a_variance(self):
         samples = np.random.default_rng(0).standard_normal(400)
         low, high = harness.interval(harness.bootstrap(samples, chaos.sample_variance, 4000, 1))
@@ -195,7 +202,9 @@ class TestHarness:
         assert checkpoint.load(empty)["rate"].tolist() == [1, 1, 1]
         refused(ValueError, "saved by other code", checkpoint.load, {"log_rate": np.zeros(0), "weights": np.zeros(0)})
         whole = checkpoint.path.read_bytes()
-        for data in (b"", whole[:100], whole[: len(whole) // 2]):
+        renamed = whole.replace(b"arr_1.npy", b"arr_7.npy")
+        encrypted = re.sub(rb"(PK\x01\x02....)\x00", lambda found: found[1] + b"\x01", whole)
+        for data in (b"", whole[:100], whole[: len(whole) // 2], renamed, encrypted):
             checkpoint.path.write_bytes(data)
             refused(ValueError, r"cell.npz is damaged; delete it", checkpoint.load, empty)
 
