@@ -28,6 +28,7 @@ HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
+AXES = {"concatenate": "dimension", "cumsum": "axis", "reduce_sum": "axes", "rev": "dimensions"}
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
@@ -72,7 +73,7 @@ class Walk:
             return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
         if name in IDENTITY:
             return facts
-        made = _made(name, facts, together)
+        made = _made(name, facts, together, _axes(eqn))
         return [made if inexact else NOTHING for inexact in inexact_outputs(eqn)]
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
@@ -91,8 +92,9 @@ class Walk:
         if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
             what = f"{'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)}"
             raise TypeError(
-                f"{where} takes {what} in another way than its messages, by .value or a function that is not linear. "
-                "Hand on the signal or parameter, to mplp.wire for a function of it, or use jax.lax.stop_gradient."
+                f"{where} takes {what} in another way than its messages, by .value, a function that is not linear, "
+                "or axes counted from the end, of which the port has one more. Hand on the signal or parameter, to "
+                "mplp.wire for a function of it, or use jax.lax.stop_gradient."
             )
         return NOTHING
 
@@ -151,7 +153,17 @@ def _held(fact: Fact) -> Fact:
     return fact | {HELD} if fact else fact
 
 
-def _made(name, facts, together):
+def _axes(eqn):
+    """Along which axes an equation acts that keeps the shape: a port has one axis more than its value, the last."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "fft":
+        return (eqn.invars[0].aval.ndim - len(params["fft_lengths"]),)
+    if name.startswith("scatter"):
+        return params["dimension_numbers"].scatter_dims_to_operand_dims
+    return params[AXES[name]] if name in AXES else ()
+
+
+def _made(name, facts, together, axes):
     if not together or name in NO_DERIVATIVE:
         return NOTHING
     numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
@@ -159,9 +171,10 @@ def _made(name, facts, together):
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
     if name in LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
-    if linear and name in VIEW:
+    if linear and name in VIEW and name not in AXES:
         return together
-    return together | {(origin, name if linear else NONLINEAR) for origin, _ in together - {PORT}}
+    function = f"{name} along {axes}" if linear else NONLINEAR
+    return together | {(origin, function) for origin, _ in together - {PORT}}
 
 
 def _origins(fact):

@@ -91,6 +91,14 @@ in_a_branch = lambda n, remake, pair: jax.lax.cond(n.x[0, 0] < 1, remake, lambda
 weight_again = lambda n: in_a_branch(n, lambda w: mplp.parameter(w.value), n.p["w"])
 added = lambda n, pair: each(jnp.add, n.at.signal(pair.value), pair)
 biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
+LAST = {  # of a port the components of a message are the last axis, of one component here
+    "backwards": lambda a: a[..., ::-1],
+    "and shifted": lambda a: jnp.roll(a, 1, axis=-1),
+    "and added up": lambda a: jnp.cumsum(a, axis=-1),
+    "less its mean": lambda a: a - jnp.mean(a, axis=-1, keepdims=True),
+    "and transformed": lambda a: jnp.fft.fft(a).real,
+    "and cut": lambda a: a.at[..., 0].set(0.0),
+}
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
 REFUSED = {
@@ -107,6 +115,10 @@ REFUSED = {
     "a parameter made again": (lambda n: n.loss(n.dense(w=mplp.parameter(2 * n.p["w"].value))), r"params\['w'\]"),
     "a parameter mapped": (lambda n: n.loss(n.dense(w=each(jnp.tanh, n.p["w"]))), r"params\['w'\]"),
     "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
+    **{
+        f"a signal mapped {how}": (lambda n, f=f: n.loss(each(f, n.dense())), "is not linear")
+        for how, f in LAST.items()
+    },
     "a product of parameters": (lambda n: n.loss(n.dense(w=each(jnp.multiply, n.p["w"], n.p["v"]))), "'v'.*and.*'w'"),
     "a parameter times a value": (lambda n: n.loss(n.dense(w=each(lambda a: a * n.p["c"].value, n.p["w"]))), "'c'"),
     "a value scaled, its port not": (lambda n: n.loss(n.dense()._replace(value=2 * n.dense().value)), "node '1'"),
@@ -131,6 +143,9 @@ RIGHT = {
     "data": lambda n: n.loss(n.dense(signal=n.at.signal(n.x + jax.lax.stop_gradient(n.p["pos"].value)))),
     "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
     "a slice of a signal": lambda n: n.loss(each(lambda a: a[:2], n.dense()), n.y[:2]),
+    "a signal along its features": lambda n: n.loss(
+        each(lambda a: (a[:, ::-1] - a.mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
+    ),
     "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
