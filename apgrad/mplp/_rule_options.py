@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from apgrad._ground.arguments import closest, whole
+from apgrad._ground.messages import describe
 from apgrad.mplp._protocol import Site
 
 LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
@@ -45,6 +46,9 @@ class MadeForSites(nnx.Module):
 
     def remember(self, sites: Sequence[Site], **options: Any) -> list[Site]:
         """Keeps what a card needs to build the rule again, and returns the sites at which the rule will be asked."""
+        if not (isinstance(sites, list | tuple) and sites and all(isinstance(site, Site) for site in sites)):
+            wanted = "a rule is made for the sites of a network, mplp.sites(network, params, batch)"
+            raise TypeError(f"{wanted}, got {describe(sites)}")
         if not self.sums_uses:
             sites = [site._replace(shared=False) for site in sites if site.family != "shared"]
         self.reach: Any = None

@@ -1,7 +1,8 @@
 """Certificates: a function that claims to be a gradient is one, and behaves as JAX functions do.
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
-* `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else it is undecided.
+* `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else it is undecided. Where the
+  gradient is 0, it is said which bias would be seen.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
@@ -178,7 +179,10 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     right = worst.off <= worst.bound
     yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
     scale, visible = _largest(truth), worst.visible
-    if not right or scale == 0:
+    if not right:
+        return
+    if scale == 0:
+        yield Check("resolution", True, f"a bias of {visible:.2g} would be seen, where the truth is 0")
         return
     words = f"a bias of {100 * visible / scale:.2g} % would be seen"
     if visible > resolution * scale:

@@ -201,6 +201,12 @@ def test_every_option_of_every_rule_is_checked():
                     refused(ValueError, words, rule, sites(), **given, rngs=nnx.Rngs(0))
 
 
+def test_a_rule_is_made_for_sites():
+    for make in (mplp.PerSynapse, mplp.Separable, mplp.Normalized, mplp.Thesis):
+        for wrong, got in (((), "a tuple of 0"), (sites()[0], "a tuple of 9"), (trace, "function"), ("fc", "str")):
+            refused(TypeError, rf"the sites of a network, mplp\.sites.*got {got}", make, wrong, rngs=nnx.Rngs(0))
+
+
 class Gather(nnx.Module):
     def __call__(self, x):
         return x[:, :3]

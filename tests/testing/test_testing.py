@@ -319,6 +319,14 @@ def test_too_few_samples_certify_nothing():
     not_certified(r"^<lambda>: not certified", estimate, jnp.square, 1.0, num_estimates=100, max_variance=0.1)
 
 
+def test_where_the_truth_is_zero_the_bias_that_would_be_seen_is_said():
+    """Which may be far from none, as here: of 100 estimates the mean has a standard error of 10."""
+    noise = lambda key, theta: 0 * theta + 100 * jax.random.normal(key)
+    certificate = ap.testing.certify(noise, lambda theta: 0 * theta, 1.0, num_estimates=100)
+    said = re.search(r"pass  resolution  a bias of (\d+) would be seen, where the truth is 0", str(certificate))
+    assert said and 30 < int(said[1]) < 60
+
+
 SHAPED = {"max_variance": np.ones(5), "num_estimates": 2}
 BOUNDS = [(name, "must be a finite number above 0", (np.inf, np.nan, -1.0)) for name in ("resolution", "rtol")]
 BOUNDS += [("batch_size", "must be an integer of at least 1", (0, -3))]
