@@ -86,7 +86,7 @@ def credit(
     if weighed is not None:
         finite, zero = finite & jnp.isfinite(weighed), zero + weighed.astype(dtype)
     total = tape._total + jnp.where(finite.reshape(tape.lanes, -1).all(-1), 0, jnp.nan).astype(dtype)
-    before = tape._before(ledger, len(shape))
+    before = tape._before(len(shape))
     if living:
         others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask)
         # A cost c adds c r to the total, so that this adds -(the mean of the others' costs) (exp(z) - 1) exp(before).

@@ -260,7 +260,8 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
         plan = plan._replace(sites=sites, token=object())
         counts, _, rows = visits(plan)
         ledger.ports |= {counts, rows}
-    return plan._replace(dtype=dtype, ports=tuple(sorted(ledger.ports, key=str))), ledger
+    ports = tuple(sorted(ledger.ports, key=str))
+    return plan._replace(dtype=dtype, ports=ports, fades="discounting" in done), ledger
 
 
 def refuse_nan(total: jax.Array, given: Any) -> jax.Array:

@@ -23,11 +23,15 @@ Doing = Literal["interacting", "scoring", "scoring parts", "baselined", "discoun
 
 
 class TapePlan(NamedTuple):
-    """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
+    """The static structure of a tape: the same all through a program, so that `scan` can carry it.
+
+    What a tape does depends on it alone: a compiled function that two programs share is traced once for equal plans.
+    """
 
     lanes: int  # how many lanes there are
     dtype: Any = None  # the dtype in which costs are summed; None in the first trace
     ports: tuple[Port, ...] = ()  # the ports that the tape has
+    fades: bool = False  # whether credit fades somewhere in the program
     folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting, else 1
     # `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     disturbed: tuple[int, int] | None = None

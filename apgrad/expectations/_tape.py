@@ -244,23 +244,23 @@ class Tape:
         kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.carries_costs)
         charged, term = cost if message is None else message, cost
         if any(kind.multiplies for kind in kinds):
-            before = self._before(ledger, cost.ndim)
+            before = self._before(cost.ndim)
             term = dice(cost, before) if message is None else cost + charge_shaped(message, before)
         for kind in kinds:
             if kind.corrects is not None:
-                seen = self._seen(ledger, kind, cost.ndim)
+                seen = self._seen(kind, cost.ndim)
                 term = term + kind.corrects(charged, message is not None, seen, self._plan.folds)
         return self._follow(total=self._total + per_lane(self._plan, term))
 
-    def _before(self, ledger: Ledger, ndim: int) -> jax.Array:
+    def _before(self, ndim: int) -> jax.Array:
         """What multiplies a cost of `ndim` axes: zeros with the derivatives of the log-densities before it."""
         kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.multiplies)
-        return sum((self._seen(ledger, kind, ndim) for kind in kinds), start=jnp.zeros((), self._plan.dtype))
+        return sum((self._seen(kind, ndim) for kind in kinds), start=jnp.zeros((), self._plan.dtype))
 
-    def _seen(self, ledger: Ledger, kind: Arithmetic, ndim: int) -> jax.Array:
+    def _seen(self, kind: Arithmetic, ndim: int) -> jax.Array:
         """What a cost of `ndim` axes sees of the ports of a kind: (lanes,) for all of the lane, or (lanes, parts)."""
         of_all = lambda p: p.sum(-1)
-        if ledger.first and "discounting" in ledger.first.declared:  # a sum of what fades is not what fades as one
+        if self._plan.fades:  # a sum of what fades is not what fades as one
             of_all = lambda p: refuse_second_derivative(p.sum(-1), _FADED)
         ports = [p for port, p in self._ports.items() if port.arithmetic == kind]
         return functools.reduce(jnp.add, [of_all(p) if p.ndim > ndim else over(p, ndim) for p in ports])

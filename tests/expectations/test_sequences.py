@@ -130,18 +130,20 @@ def test_discount_refuses_what_it_would_get_wrong():
 @pytest.mark.parametrize("first", [True, False], ids=["a choice of the lane too", "of parts alone"])
 def test_faded_credit_of_parts_and_of_the_lane_has_a_first_derivative_alone(cost, first):
     flip = ap.likelihood_ratio(None)
+    pay = jax.jit(lambda tape, y: tape.cost(y.sum(-1)))  # what a program without a discount caches must not hide it
 
-    def run(tape, theta):
+    def run(tape, theta, factor=0.5):
         x = 0.0
         if first:
             tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes,))), flip)
         parts = dist.Bernoulli(logits=jnp.broadcast_to(theta + jnp.asarray(x, float), (3, tape.lanes)).T)
         tape, y = ap.sample(tape, parts, flip, parts=True)
         y = y.astype(jnp.float32)
-        tape = tape.discount(0.5).cost(y)
-        return tape if cost == "of parts" else tape.cost(y.sum(-1))
+        tape = (tape if factor is None else tape.discount(factor)).cost(y)
+        return tape if cost == "of parts" else pay(tape, y)
 
     gradient = ap.grad(run, 4)
+    jax.eval_shape(jax.grad(functools.partial(gradient, factor=None), 1), KEY, 0.3)
     jax.eval_shape(gradient, KEY, 0.3)
     if first or cost == "of the lane too":
         refused(TypeError, "tape.discount.*no second derivative", jax.eval_shape, jax.grad(gradient, 1), KEY, 0.3)
