@@ -18,9 +18,9 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
 
     def run(index, key, ports):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache would hide from the first
-        # trace what it does, and one that a rehearsal leaves there would hide its sites where they are counted.
-        fresh = ledger.collecting or (ledger.rehearsing and tape._plan.sites is not None)
+        # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache, from a rehearsal or from
+        # another branch, would hide from the first trace what it does, and its sites where they are counted.
+        fresh = ledger.collecting or tape._plan.sites is not None
         plan = tape._plan._replace(token=object()) if fresh else tape._plan
         ledger.branches += 1
         try:

@@ -211,14 +211,14 @@ def test_every_visit_has_a_row():
         tape, x = rollout(ap.total_propagation(), linear, tape, theta, x, 3)
         tape, x = inner(tape, x)
         tape, x = lax.cond(up, lambda t: step(*step(t, theta, x)[:1], theta, x), lambda t: step(t, theta, x), tape)
-        tape, (y, _) = tape.parallel(lambda t: step(t, theta, jnp.ones(t.lanes)), lambda t: (t, None))
-        return tape.cost(x**2 + y)
+        tape, (y, z) = tape.parallel(lambda t: inner(t, x), lambda t: inner(t, 2 * x))
+        return tape.cost(x**2 + y + z)
 
     objective = ap.adaptive(program, lanes=8)
     init = jax.jit(objective.init)
     for up, empty in ((True, [7]), (False, [5, 6])):
         state = init(KEY, THETA, up)
-        assert state.moments.shape == (2, 2, 9, 1, 5)
+        assert state.moments.shape == (2, 2, 10, 1, 5)
         assert np.flatnonzero(~np.any(state.moments[0, 1], axis=(1, 2))).tolist() == empty
     _, gradient, after = jax.jit(objective.value_and_grad)(jax.random.key(1), state, THETA, True)
     assert np.isfinite(gradient["a"]) and not np.any(np.all(after.moments[:, 1] == 0, axis=(2, 3)))
