@@ -1,5 +1,6 @@
 """Tests of the experiments: the harness, the exact reference, and a tiny run of each."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -327,6 +328,21 @@ def test_the_report_finds_bias_and_gain():
     gain = report.figures["largest gain of GS-LR over LR"]
     assert gain["interval"][0] < 16 < gain["interval"][1]
     assert "largest gain of GR over RP" in report.table
+
+
+def test_sets_of_estimates_have_their_own_keys_and_the_variance_is_the_mean_of_theirs():
+    options = {"horizons": (4,), "betas": (1.5,), "parameters": (1,), "methods": ("TP",), "bias_points": ()}
+    one = total_propagation.Config(**options, estimates=3)
+    config = dataclasses.replace(one, sets=2)
+    records = [(c, total_propagation.measure(config, c, 0)) for c in total_propagation.cells(config)]
+    cell, found = records[0]
+    first = np.array(total_propagation.measure(one, cell, 0)["squares"])
+    second = np.array(found["squares"])[3:]
+    np.testing.assert_array_equal(first, found["squares"][:3])
+    assert not np.isin(second, first).any()
+    row = total_propagation.report(config, records).rows[0]
+    assert row["variance"] == pytest.approx((first.sum() / 2 + second.sum() / 2) / 2)
+    assert (row["least"], row["largest"]) == pytest.approx(sorted((first.mean(), second.mean())))
 
 
 def test_early_no_lane_is_four_times_the_typical_one_and_the_bias_is_against_the_exact_gradient():
