@@ -227,13 +227,14 @@ def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[P
         names = {part for site in offered for part in site.name.rpartition("[")[0].split("/")}
         raise ValueError(
             f"the rule takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
-            "A name is a site's label; for a rule of layers also a scope around them. rewired.sites(*args) lists all."
+            "A name is a site's label; for a rule of layers also a scope around them, which an NNX model has by "
+            "ap.tracing.name_modules(model). rewired.sites(*args) lists all."
         )
     if not taken:
         names = " or ".join(map(repr, getattr(rule.where, "names", ())))
         hint = "Is the right argument named by argnums, and are the weights arguments of the function?"
         if names:
-            hint = f"It takes a primitive {names}, or a function so named under jax.jit; (v > 0).astype is no site."
+            hint = f"It takes {names} or what where= names, a primitive or jitted function; (v > 0).astype is no site."
         sites = ", ".join(map(repr, offered)) or "none"
         wrong = "the rule takes no site of the function, so nothing would be rewired"
         raise ValueError(f"{wrong}. The sites are {sites}. {hint}")

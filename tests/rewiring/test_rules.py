@@ -456,7 +456,7 @@ def test_a_rule_among_several_that_takes_nothing_is_named():
     layers, spikes = r.clip_messages(1.0), r.surrogate_gradient()
     whole, around = r.forward_gradient(), r.clip_messages(1.0, where="<lambda>")
     for number, rules in (0, (spikes, layers)), (2, (layers, r.first_of(layers, spikes))), (1, (whole, spikes)):
-        refused(ValueError, rf"rule {number} of first_of .* takes no site.*'spike' or 'heaviside'", init, plain, *rules)
+        refused(ValueError, rf"rule {number} of first_of .* no site.*'heaviside' or what where=", init, plain, *rules)
     refused(ValueError, r"rule 0 of first_of .* sites around .* later", init, scoped, spikes, around)
     inside = r.clip_messages(1.0, where=lambda site: site.label == "exp")
     assert init(lambda w, x: jax.nn.softplus(x @ w), r.clip_messages(1.0, where="softplus"), inside) == {}
