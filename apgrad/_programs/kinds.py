@@ -62,6 +62,8 @@ LINEAR_IN = {
     "scatter-sub": (0, 2),
     "select_and_scatter_add": (0,),
     "tap_message": (0,),
+    "triangular_solve": (1,),
+    "tridiagonal_solve": (3,),
 }
 
 # Elementwise, and linear in messages.

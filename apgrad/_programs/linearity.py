@@ -35,8 +35,9 @@ def _through(eqn, facts):
         made = OTHER
     elif name in LINEAR_IN_EACH:
         made = ZERO if ZERO in facts else OTHER if facts.count(LINEAR) > 1 else worst
-    elif name in LINEAR_IN or name in LINEAR_IN_ALL:
-        numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
+    elif name in LINEAR_IN or name in LINEAR_IN_ALL or name == "custom_linear_solve":
+        first = sum(eqn.params["const_lengths"]) if name == "custom_linear_solve" else name == "select_n"
+        numbers = LINEAR_IN.get(name, range(first, len(facts)))
         values = [facts[i] for i in numbers]
         others = [fact for i, fact in enumerate(facts) if i not in numbers]
         inexact = all(inexact_outputs(eqn))

@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import LINEAR_IN_EACH
-from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, linearity
+from apgrad._programs.linearity import CONSTANT, LINEAR, ZERO, linearity
 from apgrad.memory._graph import PullbackGraph
 from apgrad.memory._slots import Coefficient, CoefficientUse, Slot, SlotMaker
 
@@ -61,7 +61,8 @@ def make_plan(
     leaves, tree = jax.tree.flatten(pullback)
     messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
     back = jaxprs.inlined(lambda leaves, m: tree.unflatten(leaves)(m), leaves, messages)
-    if rules and OTHER in linearity(back, [CONSTANT] * len(leaves) + [LINEAR] * len(messages)):
+    made = linearity(back, [CONSTANT] * len(leaves) + [LINEAR] * len(messages)) if rules else []
+    if not {ZERO, LINEAR}.issuperset(made):
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
             "backward pass is not linear in the message, or cannot be seen to be, as those of total propagation, MPLP, "

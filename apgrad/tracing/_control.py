@@ -215,7 +215,7 @@ def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple
 
     function, primals = jaxprs.restrict(with_messages, inputs, chosen)
     tangents = [jnp.zeros_like(x) for x in primals]
-    if eqn.primitive.name.startswith("custom_vjp"):
+    if jaxprs.has_own_rule(jaxprs.part([eqn], [], [])):  # a custom_jvp rule may differentiate a custom_vjp function
         floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
         linear = _require_linear(pullback, floats, jaxprs.scope(eqn))
     else:

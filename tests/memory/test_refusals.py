@@ -52,6 +52,8 @@ LINEAR = {
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * x, None), m, length=2)[0],
     "branch": lambda x, m: jax.lax.cond(jnp.sum(x) > 1, lambda m: m / 2, lambda m: m, m),
     "sum": lambda x, m: jnp.broadcast_to(jnp.sum(m, 0), m.shape) / x.shape[0],
+    "solve": lambda x, m: jnp.linalg.solve(jnp.eye(len(x)) + x @ x.T, m),
+    "substitution": lambda x, m: jax.scipy.linalg.solve_triangular(jnp.eye(len(x)) + x @ x.T, m, lower=True),
 }
 
 
@@ -70,6 +72,20 @@ def test_a_backward_pass_that_is_not_linear_is_refused(name):
     refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
     traced = ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())
     refused(TypeError, "not linear in the message", traced, W)
+
+
+def test_a_backward_pass_that_leaves_out_the_message_is_refused():
+    function = lambda w, x: jnp.sum(rule(lambda x, m: jnp.cos(x))(x @ w))  # no other message meets the constant one
+    refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
+
+
+def test_a_rule_within_a_custom_jvp_function_is_found():
+    inner = rule(NOT_LINEAR["clip"])
+    outer = jax.custom_jvp(inner)
+    outer.defjvp(lambda primals, tangents: jax.jvp(inner, primals, tangents))
+    function = lambda w, x: jnp.sum(outer(x @ w) @ w)
+    refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
+    refused(TypeError, "not linear in the message", ap.semiring_grad(function, ap.tracing.ordinary()), W, X)
 
 
 def test_linear_ones_are_not():

@@ -210,6 +210,17 @@ def test_a_rule_of_ones_own_gets_jax_s_arrays_not_numpy_s():
     assert ap.trace_gradients(loss)(1.0).path("x")
 
 
+def test_a_rule_may_differentiate_a_function_with_a_rule_of_its_own():
+    inner = jax.custom_vjp(lambda x: jnp.sin(x))
+    inner.defvjp(lambda x: (jnp.sin(x), x), lambda x, m: (2 * m,))
+    function = jax.custom_jvp(lambda x: inner(x) * x)
+    function.defjvp(lambda primals, tangents: jax.jvp(lambda x: inner(x) * x, primals, tangents))
+    gradients = [
+        d(lambda x: function(x**2))(1.5) for d in (jax.grad, lambda f: ap.semiring_grad(f, ap.tracing.ordinary()))
+    ]
+    np.testing.assert_allclose(*gradients, rtol=1e-6)
+
+
 def test_a_backward_pass_that_is_no_sum_over_edges_is_refused():
     """Propagators that clip, replace, add and square messages; total propagation; a network of learned messages."""
     normal = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.3))
