@@ -161,7 +161,7 @@ def train(
       optimizer: optax's.
       theta: the meta-parameters at the start: a rule, or any pytree of arrays.
       key: PRNG key of everything random.
-      steps: outer steps, with the steps of earlier starts counted in.
+      steps: outer steps, with those of earlier starts counted in; a folder's run of more steps is returned as it is.
       folder: where checkpoints, `run` and `metrics.csv` are written, if given.
       version: such as "1"; a folder needs one.
       every: outer steps between checkpoints; they run in one jitted call.
