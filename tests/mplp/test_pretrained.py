@@ -74,8 +74,8 @@ class Halved(mplp.Separable):
 
 
 @pytest.mark.parametrize("made", [mplp.Exact, Halved])
-def test_a_rule_of_another_class_is_refused(made, tmp_path):
-    other = nnx.eval_shape(lambda: made(0.1) if made is mplp.Exact else made([], rngs=nnx.Rngs(0)))
+def test_a_rule_of_another_class_is_refused(made, rule, tmp_path):
+    other = nnx.eval_shape(lambda: made(0.1) if made is mplp.Exact else made(rule.sites, rngs=nnx.Rngs(0)))
     words = f"Separable and Normalized rules, got {made.__name__}.*meta.Checkpoints"
     not_saved(words, other, {"trained": "here"}, tmp_path, TypeError)
 
