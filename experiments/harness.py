@@ -289,8 +289,8 @@ def _files(config: Config) -> Path:
 
 
 def common(results: Iterable[Mapping[str, Any]], name: str = "data") -> Any:
-    """What all results have under a name: APGRAD_DATA may have named other data when a run went on."""
-    found = {json.dumps(result[name]): result[name] for result in results}
+    """What all results with a name have under it: APGRAD_DATA may have named other data when a run went on."""
+    found = {json.dumps(result[name]): result[name] for result in results if name in result}
     if len(found) > 1:
         raise SystemExit(
             f"cells of this run were measured with unlike {name}: {'; '.join(found)}. Delete those that are to be "
