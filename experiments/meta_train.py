@@ -182,7 +182,7 @@ ABOUT["convnets"] = {
     "depths": [2, 2],
     "widths": [4, 16],
     "wires": True,  # pooling
-    "fails": "not known to fail; after 100 updates of digits it is a point behind what it was before training",
+    "fails": "not known to fail; after 100 updates of digits it is 2 points behind what it was before training",
     "names": "number",
 }
 
