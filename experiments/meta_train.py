@@ -19,9 +19,8 @@ with the package was trained for 2,400 outer steps on twelve networks of at most
 a say in the corrections, and for 1,800 more on the family below; its card says so under "start". `sequences` is the
 same for Elman's and gated units that read an image in parts, in a network whose layers are named by their number, and
 `convnets` for networks of two convolutions. The `sequences` of the package had 600 outer steps without the last two
-networks, and 600 more with them; in both its controllers did not settle yet. `convnets` had 900 without the last three,
-and 600 more with them. `regression` is for the squared error, and learns from random teachers
-(`experiments.parts.regression`).
+networks, and 600 more with them; in both its controllers did not settle yet. `regression` is for the squared error,
+and learns from random teachers (`experiments.parts.regression`).
 """
 
 import datetime
@@ -124,9 +123,6 @@ CONVNETS = [  # images and side, options of `architectures.convnet`, minibatch, 
     ("mnist", 28, {"channels": (4, 8)}, 16, 20),
     ("digits", None, {}, 8, 100),
     ("mnist", 12, {"channels": (4, 8)}, 16, 100),
-    ("mnist", 12, {"activation": jax.nn.gelu}, 32, 100),
-    ("digits", None, {"channels": (4, 8), "activation": jnp.tanh}, 16, 100),
-    ("cifar10", 12, {"colors": 3}, 16, 100),
 ]
 REGRESSIONS = [  # inputs, outputs, hidden widths, activation, minibatch, deviation of the prior, updates
     (4, 1, (50,), jax.nn.sigmoid, 8, 0.05, 20),
