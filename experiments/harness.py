@@ -269,7 +269,8 @@ def _like(leaf: Any, stored: np.ndarray) -> Any:
     """What was stored of a leaf: a key, JAX's array or NumPy's."""
     if not isinstance(leaf, jax.Array):
         return stored
-    return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else jnp.asarray(stored)
+    array = jnp.asarray(stored)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
 
 
 def checkpoint(config: Config, cell: Cell) -> Checkpoint:

@@ -20,6 +20,7 @@ each has its own keys, and `ap.adaptive` its own earlier calls. Where RP explode
 magnitude at best; there LR is the better one. At beta = 1.5, H = 100 RP explodes rarely, so that one set tells nothing.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -83,10 +84,11 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     # Methods see the same noise, so that their ratios are sharper than they are.
     same = {k: cell[k] for k in ("kind", "P", "H", "beta", "B", "K")}
-    shown, means, squares = [cell[k] for k in ("method", "beta", "H", "B", "K")], [], []
+    gradients = functools.partial(chaotic_network.gradients, *(cell[k] for k in ("method", "beta", "H", "B", "K")))
+    means, squares = [], []
     for number in range(config.sets if cell["kind"] == "variance" else 1):
         seed = harness.cell_seed(config.seed, same | ({"set": number} if number else {}))
-        found = chaotic_network.gradients(*shown, seed, cell["P"]).astype(np.float64).reshape(cell["K"], -1)
+        found = gradients(seed, cell["P"]).astype(np.float64).reshape(cell["K"], -1)
         finite = found[np.isfinite(found).all(axis=1)]
         means.append(finite.mean(axis=0) if len(finite) else np.full(found.shape[1], np.nan))
         squares.append(((finite - means[-1]) ** 2).sum(axis=1))
