@@ -28,7 +28,21 @@ HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
-AXES = {"concatenate": "dimension", "cumsum": "axis", "reduce_sum": "axes", "rev": "dimensions"}
+# Along which axes an equation acts that keeps the shape: a port has one axis more than its value, the last.
+AXES: dict[str, Callable[[Any], Any]] = {
+    "concatenate": lambda eqn: eqn.params["dimension"],
+    "cumsum": lambda eqn: eqn.params["axis"],
+    "dynamic_update_slice": lambda eqn: _unlike(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape),
+    "fft": lambda eqn: eqn.invars[0].aval.ndim - len(eqn.params["fft_lengths"]),
+    "gather": lambda eqn: eqn.params["dimension_numbers"].start_index_map,
+    "pad": lambda eqn: _unlike(eqn.params["padding_config"], [(0, 0, 0)] * eqn.invars[0].aval.ndim),
+    "reduce_sum": lambda eqn: eqn.params["axes"],
+    "reduce_window_sum": lambda eqn: _unlike(eqn.params["window_dimensions"], [1] * eqn.invars[0].aval.ndim),
+    "rev": lambda eqn: eqn.params["dimensions"],
+}
+AXES |= dict.fromkeys(
+    ("scatter", "scatter-add", "scatter-sub"), lambda eqn: eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+)
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
@@ -73,7 +87,7 @@ class Walk:
             return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
         if name in IDENTITY:
             return facts
-        made = _made(name, facts, together, _axes(eqn))
+        made = _made(name, facts, together, AXES[name](eqn) if name in AXES else ())
         return [made if inexact else NOTHING for inexact in inexact_outputs(eqn)]
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
@@ -93,8 +107,8 @@ class Walk:
             what = f"{'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)}"
             raise TypeError(
                 f"{where} takes {what} in another way than its messages, by .value, a function that is not linear, "
-                "or axes counted from the end, of which the port has one more. Hand on the signal or parameter, to "
-                "mplp.wire for a function of it, or use jax.lax.stop_gradient."
+                "or one along the last axis, which of a port holds the components of messages. Hand on the signal or "
+                "parameter, to mplp.wire for a function of it, or use jax.lax.stop_gradient."
             )
         return NOTHING
 
@@ -153,14 +167,8 @@ def _held(fact: Fact) -> Fact:
     return fact | {HELD} if fact else fact
 
 
-def _axes(eqn):
-    """Along which axes an equation acts that keeps the shape: a port has one axis more than its value, the last."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "fft":
-        return (eqn.invars[0].aval.ndim - len(params["fft_lengths"]),)
-    if name.startswith("scatter"):
-        return params["dimension_numbers"].scatter_dims_to_operand_dims
-    return params[AXES[name]] if name in AXES else ()
+def _unlike(some, others):
+    return tuple(i for i, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
 
 
 def _made(name, facts, together, axes):

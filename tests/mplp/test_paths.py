@@ -98,6 +98,12 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "less its mean": lambda a: a - jnp.mean(a, axis=-1, keepdims=True),
     "and transformed": lambda a: jnp.fft.fft(a).real,
     "and cut": lambda a: a.at[..., 0].set(0.0),
+    "and cut by a slice": lambda a: jax.lax.dynamic_update_slice_in_dim(a, 0 * a[..., :1], 0, -1),
+    "and taken": lambda a: jnp.take(a, jnp.arange(a.shape[-1])[::-1], axis=-1),
+    "and padded": lambda a: jax.lax.pad(a, 0.0, [(0, 0, 0)] * (a.ndim - 1) + [(1, -1, 0)]),
+    "in windows": lambda a: jax.lax.reduce_window(
+        a, 0.0, jax.lax.add, (1,) * (a.ndim - 1) + (3,), (1,) * a.ndim, "SAME"
+    ),
 }
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
@@ -144,7 +150,7 @@ RIGHT = {
     "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
     "a slice of a signal": lambda n: n.loss(each(lambda a: a[:2], n.dense()), n.y[:2]),
     "a signal along its features": lambda n: n.loss(
-        each(lambda a: (a[:, ::-1] - a.mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
+        each(lambda a: (jnp.take(a, jnp.arange(3)[::-1], 1) - a[:, ::-1].mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
     ),
     "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
