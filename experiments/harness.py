@@ -297,7 +297,7 @@ def common(results: Iterable[Mapping[str, Any]], name: str = "data") -> Any:
             f"cells of this run were measured with unlike {name}: {'; '.join(found)}. Delete those that are to be "
             "measured again, or begin another folder with --out."
         )
-    return next(iter(found.values()))
+    return next(iter(found.values()), None)
 
 
 def grid(**axes: Iterable[Any]) -> list[Cell]:

@@ -29,8 +29,8 @@ NEEDED = ("activations", "minibatches", "depths", "widths")
 class Reach:
     """The MLPs and minibatches that a rule was tried with; pairs are the smallest and the largest number.
 
-    `updates` is for rules that are told it; `wires`: whether there were nonlinear functions by `wire`, such as pooling;
-    `said`: the warnings so far. A rule's copies under `jit` have the same object, another rule has an equal one.
+    `updates` is for `fit` and rules that are told it; `wires`: whether there were nonlinear functions by `wire`, such
+    as pooling; `said`: the warnings so far. Copies under `jit` have the same object, another rule an equal one.
     """
 
     activations: tuple[str, ...]

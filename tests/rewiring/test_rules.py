@@ -171,7 +171,7 @@ def test_sites_that_a_rule_is_not_for():
     for call, words in (
         (lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")), "takes layers with one array"),
         (lambda: of(rewiring.surrogate_gradient(where="dot_general")), "one array to one of its shape"),
-        (lambda: of(rewiring.surrogate_gradient()), r"'spike' or 'heaviside', or a function .* under jax\.jit"),
+        (lambda: of(rewiring.surrogate_gradient()), "'spike' or 'heaviside' or what where= names, a primitive or jit"),
         (lambda: of(rewiring.skip(where="dot_general")), "skip is for a function of one array"),
         (lambda: ap.rewire(product, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0]), "is empty: make the rule's"),
         (lambda: summed.init(WS, X), "Leave the loss outside of the function"),
@@ -456,7 +456,7 @@ def test_a_rule_among_several_that_takes_nothing_is_named():
     layers, spikes = r.clip_messages(1.0), r.surrogate_gradient()
     whole, around = r.forward_gradient(), r.clip_messages(1.0, where="<lambda>")
     for number, rules in (0, (spikes, layers)), (2, (layers, r.first_of(layers, spikes))), (1, (whole, spikes)):
-        refused(ValueError, rf"rule {number} of first_of .* no site.*'heaviside' or what where=", init, plain, *rules)
+        refused(ValueError, rf"rule {number} of first_of .* site.*'spike' or 'heaviside' or what", init, plain, *rules)
     refused(ValueError, r"rule 0 of first_of .* sites around .* later", init, scoped, spikes, around)
     inside = r.clip_messages(1.0, where=lambda site: site.label == "exp")
     assert init(lambda w, x: jax.nn.softplus(x @ w), r.clip_messages(1.0, where="softplus"), inside) == {}
