@@ -5,7 +5,7 @@ algorithms", NeurIPS 2022, section 3) lets a node of reverse mode's graph replac
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,9 @@ class Propagator(NamedTuple):
     backward: Callable[[Any, Any], Any]
 
 
-def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
+def node(
+    propagator: Propagator, *, perturbed: bool = False, named_axes: Sequence[tuple[str, int]] = ()
+) -> Callable[..., Any]:
     """An ordinary JAX function whose reverse pass is the propagator's `backward`.
 
     A second derivative differentiates what `backward` computes (`first_order` refuses it). There is no forward mode.
@@ -50,6 +52,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
       perturbed: call `forward(*inputs, perturbed=flags)`, with Python bools in the structure of the inputs, which say
         what is differentiated.
+      named_axes: names and sizes of axes that are mapped around `backward`, but not around the call of the node.
 
     Raises:
       TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, if a derivative is asked for of an
@@ -116,7 +119,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     @functools.wraps(propagator.forward)
     def function(*inputs):
         if not perturbed and any(isinstance(found, Tracer) for found in reached(*propagator)):
-            return _opened(propagator._replace(forward=plain), inputs)
+            return _opened(propagator._replace(forward=plain), inputs, named_axes)
         residuals.traced_once = True
         try:
             return call(*inputs)
@@ -167,7 +170,7 @@ _CLOSURE = (
 )
 
 
-def _opened(propagator: Propagator, inputs: Any) -> Any:
+def _opened(propagator: Propagator, inputs: Any, named_axes: Sequence[tuple[str, int]]) -> Any:
     """Calls a node whose functions may close over traced arrays, as inputs; those of `forward` refuse derivatives."""
     form = form_of(inputs)
     forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
@@ -178,7 +181,9 @@ def _opened(propagator: Propagator, inputs: Any) -> Any:
         (message,) = check_messages((floats,), outputs, dense=True)
         return check_messages(propagator.backward(memory, message), form)
 
-    backward, needed = hoist(answer, memory, jax.tree.map(lambda x: x if is_inexact(x) else None, output))
+    backward, needed = hoist(
+        answer, memory, jax.tree.map(lambda x: x if is_inexact(x) else None, output), axes=named_axes
+    )
 
     def with_memory(inputs, outside, needed):
         output, memory = forward(*inputs, *outside)

@@ -51,9 +51,9 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
-def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+def trace(function: Callable[..., Any], *args: Any, axes: Sequence[tuple[str, int]] = ()) -> tuple[Program, Any]:
     """The function's program, which has flat inputs and outputs, and the shapes of the function's output."""
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    closed, shape = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*args)
     return opened(closed), shape
 
 
@@ -132,9 +132,14 @@ def restrict(
     return lambda *values: function(*place(values, chosen, args)), [args[i] for i in chosen]
 
 
-def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`."""
-    (jaxpr, consts), shape = trace(function, *inputs)
+def hoist(
+    function: Callable[..., Any], *inputs: Any, axes: Sequence[tuple[str, int]] = ()
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`.
+
+    `axes` are the named axes, and their sizes, under which the converted function is called.
+    """
+    (jaxpr, consts), shape = trace(function, *inputs, axes=axes)
     treedef, given = jax.tree.structure(shape), len(inputs)
     places = [i for i, value in enumerate(consts) if isinstance(value, Tracer)]
     kept = [None if isinstance(value, Tracer) else value for value in consts]

@@ -152,6 +152,23 @@ def test_transformations_closures_and_modules():
     np.testing.assert_allclose(by_closure, alone, rtol=1e-4)
 
 
+@pytest.mark.parametrize("of", ["baseline", "weights"])
+def test_an_estimator_of_sample_closes_over_traced_arrays(of):
+    def estimator(c):
+        if of == "baseline":
+            return ap.total_propagation(lambda distribution: c * jnp.ones(4))
+        return ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(lambda *_: jnp.array([c, 1 - c]))))
+
+    def gradient(theta, c):
+        def program(tape, theta):
+            tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), estimator(c))
+            return tape.cost(theta * x**2)
+
+        return jax.grad(ap.expectation(program, 4, cross_fit=True), argnums=1)(KEY, theta)
+
+    np.testing.assert_allclose(jax.jit(gradient)(0.5, 0.4), gradient(0.5, 0.4), rtol=1e-5)
+
+
 def test_weights_that_contribute_apart_reach_closures_and_only_what_is_differentiated():
     def of(argnums, estimator, lanes, **options):
         def program(tape, theta, frozen, closed):

@@ -17,7 +17,7 @@ from apgrad._ground.port import beside, port
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._cross_fitting import at_hand, both_streams, weighing_node
+from apgrad.expectations._cross_fitting import STREAM, at_hand, both_streams, weighing_node
 from apgrad.expectations._ports import NUMBER, SEED, Port
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
@@ -130,7 +130,9 @@ def draw_batch_by_mixer(
         _, both, _ = ways.mixed(way, folds, streams, ways.Gathered())
         return jax.tree.unflatten(structure, at_hand(both, folds)), None
 
-    x, zeros = weighing_node(mixer.name, Propagator(forward, backward))(distribution, key)
+    streams = [(STREAM, folds)] if folds > 1 else []
+    node = weighing_node(mixer.name, Propagator(forward, backward), named_axes=streams)
+    x, zeros = node(distribution, key)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
