@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from apgrad._programs.control import *
 from apgrad._programs.control import nested
@@ -55,6 +56,14 @@ def trace(function: Callable[..., Any], *args: Any, axes: Sequence[tuple[str, in
     """The function's program, which has flat inputs and outputs, and the shapes of the function's output."""
     closed, shape = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*args)
     return opened(closed), shape
+
+
+def pruned(program: Program) -> Program:
+    """The program without what no output needs in its loops, branches and blocks: 0 times its derivative may be NaN."""
+    jaxpr = program.jaxpr
+    if all(nested(eqn) is None for eqn in jaxpr.eqns):
+        return program
+    return Program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], program.consts)
 
 
 def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Program:

@@ -36,7 +36,7 @@ def trace(
     sources = flow(program, range(len(jaxpr.invars)), through, same, lambda value: None)[count:]
     if any(a is None or a != b for a, b in zip(sources[::2], sources[1::2], strict=True)):
         raise ValueError(who + _CHANGES)
-    return jaxprs.part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], program), shape
+    return jaxprs.Program(jaxpr.replace(outvars=jaxpr.outvars[:count]), program.consts), shape
 
 
 def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ def walked(function: Function, walk: Callable[..., Function]) -> Function:
         leaves, put = jaxprs.arrays_of((args, kwargs), (jax.Array,))
 
         program, shape = pure.trace("ap.randomize", lambda given: function(*given[0], **given[1]), put, leaves)
-        outputs = walk(program, [True] * len(leaves), "", 1)(key, *leaves)
+        outputs = walk(jaxprs.pruned(program), [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     vars(randomized)["original"] = function  # for those who look into programs, as tracing does
@@ -176,7 +176,7 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
     leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
-    return _recorded(min_size, program, flags, chosen, "", 1, jax.random.key(0))
+    return _recorded(min_size, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0))
 
 
 def _recorded(min_size: int, *stretch: Any) -> Recorded:

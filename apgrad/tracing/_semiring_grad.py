@@ -85,7 +85,8 @@ def traced(who: str, f: Callable[..., Any], args: Any, kwargs: Any, argnums: int
         def function(*values):
             return called(*jax.tree.unflatten(treedef, jaxprs.place(values, places, leaves)))
 
-        return *jaxprs.trace(function, *(leaves[n] for n in places)), places
+        program, shape = jaxprs.trace(function, *(leaves[n] for n in places))
+        return jaxprs.pruned(program), shape, places
 
     others = [n for n, leaf in enumerate(leaves) if n not in chosen and _is_array(leaf)]
     try:

@@ -123,6 +123,21 @@ def test_control_flow():
     assert_randomized(lambda x, w: control(x, w)[0], R.rounding(4, group=8), x, w, min_size=8)
 
 
+UNUSED = lambda x: (2 * x, jnp.sqrt(x))  # whose second output, which nobody uses, has an infinite derivative at 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("inside", ["block", "loop", "branch"])
+def test_an_output_of_a_part_that_nobody_uses_sends_no_message(inside):
+    loss = {
+        "block": lambda x: jax.checkpoint(UNUSED)(x)[0],
+        "loop": lambda x: jax.lax.scan(lambda c, _: (2 * c, jnp.sqrt(c)), x, length=1)[0],
+        "branch": lambda x: jax.lax.cond(x < 1, UNUSED, UNUSED, x)[0],
+    }[inside]
+    assert jax.grad(ap.randomize(loss, R.rounding(4), min_size=0), argnums=1)(KEY, 0.0) == 2
+    assert ap.semiring_grad(loss, ap.tracing.ordinary())(0.0) == 2
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("options", [{"sampler": R.rounding(4)}, {"budget_bytes": 10_000}], ids=str)
 def test_a_loop_is_planned_in_time_that_is_linear_in_its_depth(options, monkeypatch):
