@@ -145,6 +145,13 @@ def test_the_message_of_an_integer_output_is_no_message():
     refused(TypeError, "sent to an integer is lost", jax.grad(lambda x: jnp.sum(f(x)[0])), jnp.ones(2))
 
 
+def test_an_integer_output_of_steps_goes_into_another_node():
+    double = ap.node(ap.Propagator(lambda x: ((2 * x, x > 0), None), lambda _, messages: (2 * messages[0],)))
+    total = lambda i: jnp.sum(jnp.where(i, 1.0, 0.0))
+    times = ap.node(ap.Propagator(lambda x, i: (x * total(i), i), lambda i, m: (m * total(i), None)))
+    assert jax.grad(lambda x: times(*jax.lax.scan(lambda x, _: double(x), x, length=2)))(1.0) == 8
+
+
 def test_chain_gives_each_its_own_memory_nests_and_takes_several_inputs():
     square = ap.Propagator(lambda x: (x**2, x), lambda x, m: (2 * x * m,))
     assert jax.grad(ap.node(ap.chain(square, ap.chain(square, scale(3.0)))))(2.0) == 3 * 4 * 2.0**3

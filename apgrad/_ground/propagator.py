@@ -122,7 +122,8 @@ def node(
             return _opened(propagator._replace(forward=plain), inputs, named_axes)
         residuals.traced_once = True
         try:
-            return call(*inputs)
+            # Of an integer that a scan stacks for another custom_vjp, JAX 0.10.2 makes an empty message of wrong shape.
+            return jax.tree.map(lambda x: x if is_inexact(x) else jax.lax.stop_gradient(x), call(*inputs))
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(_CLOSURE) from error
         finally:
