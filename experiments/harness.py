@@ -417,7 +417,7 @@ def _parse(experiment: ModuleType, argv: list[str]) -> Any:
     description = (experiment.__doc__ or "").split("\n\n")[0]
     try:
         config = tyro.cli(type(default), default=default, args=argv, prog=prog, description=description)
-        if not 0 <= config.seed < 2**31:  # JAX takes others modulo 2^32, NumPy refuses those below 0
+        if not 0 <= config.seed < 2**31:  # JAX takes seeds modulo 2^32, NumPy none below 0
             raise ValueError(f"seed must be at least 0 and less than 2^31, got {config.seed}")
         return config
     except ValueError as error:

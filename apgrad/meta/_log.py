@@ -15,7 +15,7 @@ from apgrad._ground.progress import progress_bar
 Log = Callable[[int, dict[str, float]], None]
 COLUMNS = ("loss", "gradient_norm")
 HEAD = ",".join(["step", *COLUMNS]) + "\n"
-ROW = re.compile(r"(\d+),[\w.+-]+,[\w.+-]+\n")
+ROW = re.compile(r"(\d+)" + r",[\w.+-]+" * len(COLUMNS) + r"\n")
 
 
 def tensorboard(folder: str | Path) -> Log:
