@@ -45,6 +45,10 @@ class _Shown:
         return format(self.UNITS[unit] * value if unit else value, form)
 
 
+def _shown(form: str, row: dict[str, Any]) -> str:
+    return form.format(**{name: _Shown(row, name) for name in row})
+
+
 def listed(results: dict[str, Any], columns: list[list[str]], by: str | None = None) -> Rows:
     """A line for each row of the results, whose columns are format strings, sorted by a value if one is named.
 
@@ -54,20 +58,27 @@ def listed(results: dict[str, Any], columns: list[list[str]], by: str | None = N
       [['method', 'cost'], ['RP', '25.0 ± 1.0 %']]
     """
     rows = results["rows"] if by is None else sorted(results["rows"], key=lambda row: row[by])
-    texts = ([form.format(**{name: _Shown(row, name) for name in row}) for _, form in columns] for row in rows)
-    return [[head for head, _ in columns], *texts]
+    return [[head for head, _ in columns], *([_shown(form, row) for _, form in columns] for row in rows)]
 
 
-def chaos(results) -> Rows:
-    methods = ("RP", "LR", "TP", "decoupled-CF")
-    found = {(r["beta"], r["method"]): r for r in results["rows"] if r["H"] == 50}
-    head = ["beta", "RP", "LR", "TP, as published", "TP, default, cross-fitted", "bias, as published", "bias, default"]
-    rows = [head]
-    for beta in (1.0, 1.5, 2.0, 2.4, 2.5, 2.75, 3.0, 3.5):
-        variances = [f"{found[beta, m]['variance']:.2g}" for m in methods]
-        biases = [f"{found[beta, m]['bias_in_standard_errors']:+.1f} s.e." for m in methods[2:]]
-        rows.append([f"{beta:g}", *variances, *biases])
-    return rows
+def pivoted(
+    results: dict[str, Any], by: list[list[str]], over: str, columns: list[list[str]], **where: list[Any]
+) -> Rows:
+    """A line for all rows of the results that `by` shows alike; a column, [head, value, format], shows the row of them
+    in which `over` has the value. Of `where` a row has one of the values under each name.
+
+    Example:
+      >>> rows = [{"who": who, "H": 5, "cost": cost} for who, cost in (("RP", 0.25), ("LR", 1))]
+      >>> rows.append({"who": "RP", "H": 9, "cost": 0.5})
+      >>> pivoted({"rows": rows}, [["steps", "{H}"]], "who", [["RP's", "RP", "{cost:.2f}"], ["LR's", "LR", "{cost}"]])
+      [['steps', "RP's", "LR's"], ['5', '0.25', '1'], ['9', '0.50', '']]
+    """
+    lines: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in results["rows"]:
+        if all(row[name] in values for name, values in where.items()):
+            lines.setdefault(tuple(_shown(form, row) for _, form in by), {})[row[over]] = row
+    texts = ([*line, *(_shown(f, of[v]) if v in of else "" for _, v, f in columns)] for line, of in lines.items())
+    return [[head for head, *_ in (*by, *columns)], *texts]
 
 
 def swarms(results) -> Rows:
@@ -78,15 +89,6 @@ def swarms(results) -> Rows:
             bias = f" (bias {r['bias']:.2g})" if r["bias"] > r["bias_limit"] else ""
             found.setdefault((r["swarm"], r["cost"]), {})[r["method"]] = f"{r['rms_error']:.2g}{bias}"
     return rows + [[*place, *(errors[m] for m in methods)] for place, errors in found.items()]
-
-
-def growth_with_the_policy(results) -> Rows:
-    shown = {"RP": "RP", "decoupled-CF": "default, cross-fitted", "adaptive": "`ap.adaptive`"}
-    shown |= {"adaptive, by state": "`by_state=True`", "parameters-CF": '`target="parameters"`, cross-fitted'}
-    rows = [["parameters", *shown.values()]]
-    for size in (41, 4866, 100444):
-        rows.append([f"{size:,}", *(f"{results[f'policy of {size}, {m}']['ratio']:.2f}" for m in shown)])
-    return rows
 
 
 def gradient_errors(results) -> Rows:
@@ -116,14 +118,6 @@ def clipped_at_the_edge(results) -> Rows:
         of = {m: r["variance"] + max(r["bias"] ** 2 - r["standard_error"] ** 2, 0) for m, r in mine.items()}
         of |= {m: mine[m]["variance"] for m in ("RP", "LR", "decoupled-CF")} | {"zero": mine["RP"]["exact"] ** 2}
         rows.append([f"{beta:g}", *(f"{of[m]:.2g}" for m in rows[0][1:])])
-    return rows
-
-
-def rule_beside(results, optimizers: dict[str, str]) -> Rows:
-    methods = {"MPLP": "trained rule", **optimizers}
-    rows = [["network", *methods.values()]]
-    for setting in ("144-50-10", "144-50-50-10", "144-50-10, step", "784-100-10", "784-256-128-10", "digits 64-50-10"):
-        rows.append([setting, *(figure(named(results, f"{setting}, {m}")) for m in methods)])
     return rows
 
 
@@ -200,15 +194,6 @@ def outer_training(results) -> Rows:
     return rows
 
 
-def residuals(results) -> Rows:
-    methods = ("different 0.1", "rounding 4", "rounding 2", "checkpoint")
-    found = {(r["network"], r["method"]): r["times_fewer"] for r in results["rows"]}
-    rows = [["network", "a sample of .1", "rounding, 4 bits", "rounding, 2 bits", "nested checkpoint, exact"]]
-    for network in ("mlp", "convnet", "rnn", "transformer"):
-        rows.append([network, *(f"1/{found[network, m]:.1f}" if (network, m) in found else "" for m in methods)])
-    return rows
-
-
 def noise(results) -> Rows:
     times = sorted({r["steps"] for r in results["rows"]})
     columns = [f"{layers}, after {t:,} steps" for t in times for layers in ("before the last layer", "last layer")]
@@ -223,17 +208,6 @@ def noise(results) -> Rows:
             found = [r["against_smaller_batch"] for r in others]
             cells += [f"{min(found):.2f} to {max(found):.2f}", f"{last['against_smaller_batch']:.2f}"]
         rows.append([method, str(batch), f"{mine[0]['residual_bytes'] / 1e3:.0f}", *cells])
-    return rows
-
-
-def predicted_noise(results) -> Rows:
-    shown = ("different 0.1", "stratified 0.1", "rounding 4")
-    rows = [["network", "layer", "coherence", *(f"{name}: predicted, measured" for name in shown)]]
-    found = {(r["network"], r["layer"], r["sampler"]): r for r in results["rows"] if r["steps"]}
-    for network, layer in dict.fromkeys((r["network"], r["layer"]) for r in results["rows"]):
-        of = [found[network, layer, name] for name in shown]
-        ratios = [[r[f"{how}_against_smaller_batch"] for how in ("predicted", "measured")] for r in of]
-        rows.append([network, layer, f"{of[0]['coherence']:.3g}", *(f"{p:.2f}, {m:.2f}" for p, m in ratios)])
     return rows
 
 
@@ -253,15 +227,6 @@ def ablation(results) -> Rows:
         names = [f"correlation {kind} {how}{where}" for where in ("", " at equal width") for how in outcomes]
         values = [_figure(results[n], "value", error="standard_error") if n in results else "" for n in names]
         rows.append([kind, *values])
-    return rows
-
-
-def tracing_time(results) -> Rows:
-    semirings = list(dict.fromkeys(r["semiring"] for r in results["rows"]))
-    found = {(r["model"], r["semiring"]): r for r in results["rows"]}
-    rows = [["model", *semirings]]
-    for model in dict.fromkeys(r["model"] for r in results["rows"]):
-        rows.append([model, *(_figure(found[model, s], "ratio", error="standard_error") for s in semirings)])
     return rows
 
 
