@@ -43,6 +43,7 @@ class Distance(NamedTuple):
     bound: float  # how many standard errors chance explains
     words: str  # what an error says
     visible: float = 0.0  # the smallest bias that would have been found
+    on_average: bool = False  # where few samples reach an element, of all such elements of an array together
 
 
 class _Leaf(NamedTuple):
@@ -86,13 +87,15 @@ def distance(samples: Any, truth: Any, bound: float) -> Distance:
         together = unlike.sum() >= NEEDED and len(few) > 1
         if few.any():
             alone = _alone(leaf, few, level / len(leaves), bound)
-            found.append(alone._replace(visible=0.0) if together else alone)
+            found.append(alone._replace(visible=0.0, on_average=True) if together else alone)
         if together and (few.any() or len(few) >= NEEDED):
             found.append(_together(leaf, level / len(leaves), few.any()))
     if any(len(where) for _, where in dense):
         found.append(_largest(dense, level))
     worst = max(found, key=lambda each: (each.off > each.bound, each.off))
-    return worst._replace(visible=max(each.visible for each in found))
+    return worst._replace(
+        visible=max(each.visible for each in found), on_average=any(each.on_average for each in found)
+    )
 
 
 def _leaves(samples, truth) -> Iterator[_Leaf]:

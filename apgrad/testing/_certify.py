@@ -7,7 +7,7 @@
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
   a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`). Under
-  `vmap` the first argument differs from copy to copy by 1/64, so that what mixes the copies is found.
+  `vmap` floating-point arguments differ from copy to copy by 1/64, so that what mixes the copies is found.
 * `keys`: an estimate is a function of its key, consumes no key twice (`jax.debug_key_reuse`), and is not the same for
   every key, unless `max_variance=0` claims that it is exact.
 """
@@ -86,6 +86,8 @@ def certify(
     key_reuse: bool = True,
 ) -> Certificate:
     """Tests a function that claims to be an unbiased estimate of a gradient, and says what it found.
+
+    It is tested at the given arguments. What is rarer than one in `num_estimates`, as a NaN now and then, is not seen.
 
     Args:
       estimate: `(key, *args) -> gradient` with respect to the first of `args`, a pytree of its structure.
@@ -179,12 +181,14 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     right = worst.off <= worst.bound
     yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
     scale, visible = _largest(truth), worst.visible
+    average = ", as a root mean square of elements that few samples reach" if worst.on_average else ""
     if not right:
         return
     if scale == 0:
-        yield Check("resolution", True, f"a bias of {visible:.2g} would be seen, where the truth is 0")
+        yield Check("resolution", True, f"a bias of {visible:.2g} would be seen{average}, where the truth is 0")
         return
-    words = f"a bias of {100 * visible / scale:.2g} % would be seen"
+    of = " of the largest element" if sum(map(np.size, jax.tree.leaves(truth))) > 1 else ""
+    words = f"a bias of {100 * visible / scale:.2g} %{of} would be seen{average}"
     if visible > resolution * scale:
         needed = number * (visible / (resolution * scale)) ** 2
         digit = 10 ** max(0, int(np.log10(needed)) - 1)  # two digits say enough
@@ -223,7 +227,7 @@ def _variance(samples, claimed) -> Check:
 def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
     singles = [keys[number] for number in range(len(keys))]
     own = [estimate(key, *args) for key in singles]
-    expected, copies = stacked(own), [(nearby(args[0], number), *args[1:]) for number in range(len(keys))]
+    expected, copies = stacked(own), [nearby(args, number) for number in range(len(keys))]
     others = [estimate(key, *copy) for key, copy in zip(singles[1:], copies[1:], strict=True)]
     lanes = stacked([own[0], *others])  # the first copy is the arguments themselves
 

@@ -11,8 +11,8 @@ import numpy as np
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
-    Under `vmap` both the gradient of each copy, and the gradient of the sum over the copies. The first argument of the
-    second copy is 63/64 of the first copy's, so that what mixes copies is found.
+    Under `vmap` both the gradient of each copy, and the gradient of the sum over the copies. Floating-point arguments
+    of the second copy are 63/64 of the first copy's, and 1/64 for 0, so that what mixes copies is found.
 
     Args:
       function: `(*args) -> scalar`, deterministic (bind its key), differentiated with respect to the first argument.
@@ -31,7 +31,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     own = both(*args)
     if any(np.isnan(x).any() for x in jax.tree.leaves(own)):
         raise AssertionError(f"value or gradient is NaN, so that a change cannot be seen: {own}")
-    copies = [(nearby(args[0], number), *args[1:]) for number in range(2)]
+    copies = [nearby(args, number) for number in range(2)]
     lanes = stacked([own, both(*copies[1])])
     zero = jnp.zeros_like(own[0])
 
@@ -78,9 +78,10 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
 
 
 def nearby(tree: Any, number: int) -> Any:
-    """The tree, with floating-point numbers that are 1/64 smaller for each further copy, so that copies differ."""
+    """The tree, with floating-point numbers that are 1/64 smaller (0 larger) for each further copy: copies differ."""
     kind = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return jax.tree.map(lambda x: x * (1 - number / 64) if number and kind(x) else x, tree)
+    moved = lambda x: jnp.where(x == 0, number / 64, x * (1 - number / 64))
+    return jax.tree.map(lambda x: moved(x) if number and kind(x) else x, tree)
 
 
 def stacked(trees: list) -> Any:

@@ -17,6 +17,7 @@ import pytest
 
 import apgrad as ap
 from apgrad._ground import bias
+from apgrad.testing._certify import _unbiased
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -136,7 +137,19 @@ def test_a_batching_rule_that_mixes_copies_or_drops_imaginary_parts_is_found():
         refused(AssertionError, "under vmap", ap.testing.assert_transformable, square, z)
         ap.testing.assert_transformable(right, z)
     estimate = lambda key, z: jax.grad(mean)(z) + jax.random.normal(key)
-    not_certified("FAIL  vmap        other estimates, by", estimate, jnp.square, 2.0, num_estimates=1000)
+    for theta in (2.0, 0.0):
+        words = "FAIL  vmap        other estimates, by"
+        not_certified(words, estimate, jnp.square, theta, num_estimates=1000, resolution=1.0)
+    refused(AssertionError, "under vmap", ap.testing.assert_transformable, mean, jnp.float32(0.0))
+
+
+def test_a_batching_rule_that_mixes_copies_of_another_argument_is_found():
+    mean = jax.custom_batching.custom_vmap(lambda x: x)
+    mean.def_vmap(lambda size, batched, x: (0 * x + jnp.mean(x), True))
+    refused(AssertionError, "under vmap", ap.testing.assert_transformable, lambda theta, x: theta + mean(x), 1.0, 2.0)
+    estimate = lambda key, theta, x: 2 * theta * mean(x) + jax.random.normal(key)
+    words, truth = "FAIL  vmap        other estimates, by", lambda theta, x: theta**2 * x
+    not_certified(words, estimate, truth, 1.0, 2.0, num_estimates=1000, resolution=1.0)
 
 
 def independent(estimator, couple, scan):
@@ -325,6 +338,16 @@ def test_where_the_truth_is_zero_the_bias_that_would_be_seen_is_said():
     certificate = ap.testing.certify(noise, lambda theta: 0 * theta, 1.0, num_estimates=100)
     said = re.search(r"pass  resolution  a bias of (\d+) would be seen, where the truth is 0", str(certificate))
     assert said and 30 < int(said[1]) < 60
+
+
+def test_what_bias_would_be_seen_is_said_of_the_largest_element_and_of_elements_that_few_samples_reach():
+    """One entry in 100 is .7 off, which is .07 as a root mean square."""
+    at = np.random.default_rng(0).integers(0, 100, 1000)
+    wrong = np.eye(100)[at] * np.where(np.arange(100) == 7, 65.0, 200.0)
+    said = "% of the largest element would be seen, as a root mean square of elements that few samples reach"
+    right, resolution = _unbiased("bias", wrong, np.full(100, 2.0), 1.0)
+    assert right.passed and resolution.passed and resolution.found.endswith(said)
+    assert next(iter(_unbiased("bias", np.eye(100)[at] * 200.0, np.full(100, 2.0), 0.1))).passed
 
 
 SHAPED = {"max_variance": np.ones(5), "num_estimates": 2}
