@@ -16,7 +16,7 @@ import jax
 from apgrad._ground.port import Signal
 from apgrad._ground.primitives import mark
 from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import inexact_outputs, inside_of, is_inexact, nested, trace
+from apgrad._programs.jaxprs import Program, inexact_outputs, inside_of, is_inexact, nested
 from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN_EACH, NO_DERIVATIVE, VIEW
 
 Gate = enum.Enum("Gate", "IN OUT")
@@ -25,6 +25,8 @@ NOTHING: Fact = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
+# In the fact of what a value and its port cannot have alike: what compares ports, and arrays made as wide as a message.
+UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
@@ -60,6 +62,7 @@ def leave(where: str, output: Any, kind: str = "") -> Any:
 
 @dataclasses.dataclass
 class Walk:
+    size: int  # of messages, and of nothing else, so that a port's axis of components is known by it
     multiplies: bool = False  # whether there is a `wire` of a function that is not linear
     dense_twice: bool = False  # whether a dense node feeds another one
     # The nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
@@ -79,16 +82,21 @@ class Walk:
             entering = eqn.params["kind"] is Gate.IN
             return [self.enter(where, part, facts[0], eqn) if entering else self.leave(where, part, kind, facts[0])]
         if name == "shard_map":
-            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, lambda _: NOTHING, held=_held)
+            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, self.of_array, held=_held)
         inside = nested(eqn)
-        if inside is not None and together:
+        if inside is not None and together and not (inside.kind == "cond" and UNLIKE in facts[0]):
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
             return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
         if name in IDENTITY:
             return facts
         made = _made(name, facts, together, AXES[name](eqn) if name in AXES else ())
-        return [made if inexact else NOTHING for inexact in inexact_outputs(eqn)]
+        if name != "broadcast_in_dim" and not any(self.of_array(v.aval) for v in eqn.invars):
+            made = made.union(*(self.of_array(v.aval) for v in eqn.outvars))
+        return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
+
+    def of_array(self, array: Any) -> Fact:
+        return frozenset({UNLIKE}) if self.size in getattr(array, "shape", ()) else NOTHING
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
@@ -103,7 +111,7 @@ class Walk:
             return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
         value = fact if part == "data" else self.values.pop()
         linear = not any(function == NONLINEAR for _, function in value | fact)
-        if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
+        if value and (part == "data" or value - {PORT} != fact - {PORT, UNLIKE} or not linear):
             what = f"{'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)}"
             raise TypeError(
                 f"{where} takes {what} in another way than its messages, by .value, a function that is not linear, "
@@ -142,14 +150,16 @@ class Walk:
         return frozenset({(where, "")}) | of_dense
 
 
-def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> Walk:
-    """Refuses a network in which a derivative goes another way than a message, or a place has several parameters."""
-    program, _ = trace(loss, values, ports)
+def require_messages(program: Program, values: Any, size: int) -> Walk:
+    """Refuses a network in which a derivative goes another way than a message, or a place has several parameters.
+
+    The program is the loss, of the parameters' values and ports, with messages of this size.
+    """
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
     facts = [frozenset({(name, "")}) for name in names]
     facts += [fact | {PORT} for fact in facts]
-    walk = Walk()
-    (result,) = flow(program, facts, walk.through, frozenset.union, lambda _: NOTHING, held=_held)
+    walk = Walk(size)
+    (result,) = flow(program, facts, walk.through, frozenset.union, walk.of_array, held=_held)
     if result:
         of_parameters = [origin.startswith("params[") for origin, _ in result]
         do = "" if all(of_parameters) else "Lead a signal through mplp.readout"
@@ -173,7 +183,7 @@ def _unlike(some, others):
 
 def _made(name, facts, together, axes):
     if not together or name in NO_DERIVATIVE:
-        return NOTHING
+        return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
     numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
     linear = name in LINEAR_IN or name in LINEAR_IN_ALL
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
@@ -182,7 +192,7 @@ def _made(name, facts, together, axes):
     if linear and name in VIEW and name not in AXES:
         return together
     function = f"{name} along {axes}" if linear else NONLINEAR
-    return together | {(origin, function) for origin, _ in together - {PORT}}
+    return together | {(origin, function) for origin, _ in together - {PORT, UNLIKE}}
 
 
 def _origins(fact):

@@ -71,7 +71,7 @@ class Places:
       rule: the rule. None: the network runs forward only.
       state: the rule's states by name. None: each place begins with a new state.
       ports: for each name a port for the new state, and a scalar one for the number of uses.
-      forward: whether the network runs forward only, with ports of the rule's size.
+      forward: the size of messages of a network that runs forward only, to be looked at; None where it learns.
 
     Attributes:
       sites: the sites that the network asked for so far, by name.
@@ -79,7 +79,9 @@ class Places:
       batch: the network's batch size; None before its first input.
     """
 
-    def __init__(self, rule: LearnedRule | None = None, state: Any = None, ports: Any = None, *, forward: bool = False):
+    def __init__(
+        self, rule: LearnedRule | None = None, state: Any = None, ports: Any = None, *, forward: int | None = None
+    ):
         missing = [n for n in ("message_size", "init", "at") if rule is not None and not hasattr(rule, n)]
         if missing:
             raise TypeError(
@@ -94,7 +96,7 @@ class Places:
     @property
     def message_size(self) -> int:
         """The size of a message; 1 without a rule."""
-        return 1 if self.rule is None else self.rule.message_size
+        return self.forward or (1 if self.rule is None else self.rule.message_size)
 
     def __getitem__(self, name: str) -> Place:
         return Place(self, name)

@@ -1,6 +1,7 @@
 """The inner step: one backward pass of a network under a rule, pure and differentiable in all that it takes."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import optax
 from apgrad._ground.arguments import whole
 from apgrad._ground.port import port
 from apgrad._ground.warning import warn
+from apgrad._programs.jaxprs import trace
 from apgrad.mplp._paths import require_messages
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
@@ -208,9 +210,20 @@ def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) 
 
 def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> dict[str, Site]:
     """The network's sites, where all that it depends on comes back as a message."""
-    places = Places(rule, forward=True)
-    loss = lambda values, ports: _run(network, places, values, ports, batch)[0]
-    walk = require_messages(loss, params, port(params))
+    axes = {n for x in jax.tree.leaves((params, batch)) for n in jnp.shape(x)}
+    size = next(n for n in itertools.count(1000) if n not in axes)  # so that nothing fits a message by chance
+    loss_of = lambda places: trace(lambda p, ports: _run(network, places, p, ports, batch)[0], params, port(params))[0]
+    places = Places(rule, forward=size)
+    try:
+        program = loss_of(places)
+    except (TypeError, ValueError) as error:
+        loss_of(Places(rule, forward=rule.message_size))  # raises the same error again, unless it comes of the size
+        raise TypeError(
+            f"the network fits messages of the size {rule.message_size} alone: it has a function of a signal along the "
+            "last axis, which of a port holds the components of messages, or a signal that places.signal(x) has not "
+            f"made. With another size: {error}"
+        ) from error
+    walk = require_messages(program, params, size)
     warn_outside(rule, places, multiplies=walk.multiplies, dense_twice=walk.dense_twice)
     if walk.repeated and getattr(rule, "sums_uses", False):
         warn(

@@ -110,7 +110,7 @@ def test_shared_parameters_of_any_node(x64):
         length = np.exp(-2.3) / np.sqrt(3) if name == "table" else rate
         np.testing.assert_allclose(updates[name], -length * g / np.sqrt(np.mean(g**2)), rtol=1e-9, atol=1e-12)
     shared = lambda places: mplp.shared(places["w"], mplp.parameter(jnp.eye(3)))
-    places = mplp.Places(rule, forward=True)
+    places = mplp.Places(rule, forward=1)
     with pytest.raises(ValueError, match=r"both come from mplp\.shared or neither"):
         mplp.dense(places["fc"], places.signal(jnp.ones((2, 3))), shared(places), mplp.parameter(jnp.ones(3)))
 

@@ -27,7 +27,7 @@ rewired = ap.rewire(lambda x: jnp.tanh(jnp.sin(x)), ap.rewiring.skip(where="tanh
 
 def tanh_with_messages(signal):
     """A node of the user's own that takes a signal and sends a message of its own."""
-    forward = lambda s: (ap.Signal.of(jnp.tanh(s.value), 1), 1 - jnp.tanh(s.value) ** 2)
+    forward = lambda s: (ap.Signal.of(jnp.tanh(s.value), s.port.shape[-1]), 1 - jnp.tanh(s.value) ** 2)
     backward = lambda slope, m: (ap.Signal(slope * m.value, slope[..., None] * m.port),)
     return ap.node(ap.Propagator(forward, backward))(signal)
 
@@ -83,6 +83,8 @@ def beside(extra):
 
 
 each = jax.tree.map
+flipped = lambda a: jax.lax.cond(jnp.sum(a) > 0, jnp.negative, lambda a: a, a)
+stacked = functools.partial(each, lambda *arrays: jnp.stack(arrays)[0])
 branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)
 value_in_scan = lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value)))
 of_value = lambda n: lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.value[0, 0]), w)
@@ -101,6 +103,9 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "and cut by a slice": lambda a: jax.lax.dynamic_update_slice_in_dim(a, 0 * a[..., :1], 0, -1),
     "and taken": lambda a: jnp.take(a, jnp.arange(a.shape[-1])[::-1], axis=-1),
     "and padded": lambda a: jax.lax.pad(a, 0.0, [(0, 0, 0)] * (a.ndim - 1) + [(1, -1, 0)]),
+    "weighed by its place": lambda a: a * jnp.arange(1.0, a.shape[-1] + 1),
+    "and dropped out": lambda a: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0.0),
+    "and weighed by an array": lambda a: a * np.arange(1.0, a.shape[-1] + 1),
     "in windows": lambda a: jax.lax.reduce_window(
         a, 0.0, jax.lax.add, (1,) * (a.ndim - 1) + (3,), (1,) * a.ndim, "SAME"
     ),
@@ -121,6 +126,8 @@ REFUSED = {
     "a parameter made again": (lambda n: n.loss(n.dense(w=mplp.parameter(2 * n.p["w"].value))), r"params\['w'\]"),
     "a parameter mapped": (lambda n: n.loss(n.dense(w=each(jnp.tanh, n.p["w"]))), r"params\['w'\]"),
     "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
+    "a signal chosen by itself": (lambda n: n.loss(each(lambda a: jnp.where(a > 0, a, 0), n.dense())), "is not linear"),
+    "a branch chosen by its signal": (lambda n: n.loss(each(flipped, n.dense())), "is not linear"),
     **{
         f"a signal mapped {how}": (lambda n, f=f: n.loss(each(f, n.dense())), "is not linear")
         for how, f in LAST.items()
@@ -130,6 +137,7 @@ REFUSED = {
     "a value scaled, its port not": (lambda n: n.loss(n.dense()._replace(value=2 * n.dense().value)), "node '1'"),
     "a value in a scan": (value_in_scan, "the dense node '1'"),
     "a value in a branch": (lambda n: n.loss(in_a_branch(n, of_a_value(n), n.dense())), r"takes data .*node '1'"),
+    "a signal of one size": (lambda n: n.loss(stacked(n.dense(), ap.Signal.of(n.x, 1))), "size 1 alone.*places.signal"),
     "a value and its signal": (lambda n: n.loss(added(n, n.dense())), r"signal takes data .*dense node '1'"),
     "a parameter in a branch": (lambda n: n.loss(n.dense(w=weight_again(n))), r"mplp\.parameter takes data .*'w'"),
     "a value in shard_map": (lambda n: in_shard_map(n, of_value(n)), r"params\['w'\]"),
@@ -152,6 +160,8 @@ RIGHT = {
     "a signal along its features": lambda n: n.loss(
         each(lambda a: (jnp.take(a, jnp.arange(3)[::-1], 1) - a[:, ::-1].mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
     ),
+    "noise on a signal": lambda n: n.loss(each(lambda a: a + jax.random.normal(jax.random.key(0), a.shape), n.dense())),
+    "zeros of a signal's shape": lambda n: n.loss(each(lambda a: a * jnp.full(a.shape, 2.0), n.dense())),
     "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
