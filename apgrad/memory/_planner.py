@@ -69,7 +69,8 @@ def plan(
       function: `(*args) -> scalar`, any JAX function.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s, of the shapes that it will be called with.
       budget_bytes: the most scratch memory (`compiled.memory_analysis().temp_size_in_bytes`) of the jitted gradient.
-        Arguments and gradients are not counted. On a CPU barriers are kept, see `memory_report`.
+        Arguments and gradients are not counted. Of sharded arguments (or shapes with a sharding) it is one device's. On
+        a CPU barriers are kept, see `memory_report`.
       argnums: the arguments to differentiate with respect to, as in `jax.grad`.
       methods: what may be done: "recompute", "pack" or both.
       variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4.

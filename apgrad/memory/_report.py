@@ -176,7 +176,8 @@ def memory_report(
 
     Args:
       function: `(*args) -> scalar`.
-      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point. If they are sharded,
+        what is compiled ("temp MB") is one device's, and what reverse mode keeps is that of all.
       variants: other rows: names to functions of the same arguments, as `{"checkpoint": jax.checkpoint(function)}`.
       key: if given, the rows `randomize` with rounding to 4 and 2 bits are added, with this key.
 
@@ -264,6 +265,10 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
         return output
 
     gradient = jax.jit(jax.grad(scalar, argnums=inexact))
+    # What somebody has placed stays there, and the rest is placed by JAX.
+    free = lambda x: isinstance(x, jax.core.Tracer) or not getattr(x, "committed", True)
+    given = lambda x: None if free(x) else getattr(x, "sharding", None)
+    flat = [aval.update(sharding=given(x)) for aval, x in zip(flat, jaxprs.arrays_of(args)[0], strict=True)]
     options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
     compiled = gradient.lower(*flat).compile(compiler_options=options)
     analysis = compiled.memory_analysis()

@@ -133,6 +133,17 @@ def test_what_is_made_of_arguments_that_are_not_differentiated_counts():
     assert rows["rounding, 4 bits"].temp_bytes == peak(lambda key, args: random(key, *args), (WS[:2], X))
 
 
+def test_arguments_that_are_sharded_are_measured_so():
+    """The gradient's sum over devices needs memory, and a budget of 100,000 bytes was said to be kept."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = lambda x, *names: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*names)))
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    args = placed(normal(1, 256, 256), None), placed(normal(2, 64, 256), "data")
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in args]
+    found = [R.plan(loss, *some, budget_bytes=10**9).chosen.peak_bytes for some in (args, shapes)]
+    assert found == [peak(lambda _, *args: loss(*args), *args)] * 2 and found[0] >= 4 * args[0].size
+
+
 def test_a_budget_is_refused_with_the_smallest_that_is_kept():
     plan = lambda budget: R.plan(mlp, WS, X, budget_bytes=budget, methods=["recompute"])
     said = str(refused(ValueError, r"cannot be kept by recompute: the smallest that was found is (\d+)", plan, 100))
