@@ -26,7 +26,7 @@ def assert_independent_lanes(
       rtol: how far costs may move by rounding, relative to the largest.
 
     Raises:
-      AssertionError: naming a lane whose cost moved, or for costs that are not finite.
+      AssertionError: naming a lane whose cost moved, or for costs that are not finite, or if no lane's own cost moved.
       ValueError: for fewer than 4 lanes.
 
     Example:
@@ -42,10 +42,11 @@ def assert_independent_lanes(
     before = np.asarray(lane_costs(program, lanes, key, *args))
     if not np.isfinite(before).all():
         raise AssertionError(f"costs are not finite, so that none can be seen to move: {before}")
-    lane_numbers = np.arange(lanes)
+    lane_numbers, tested = np.arange(lanes), False
     # Any two lanes differ in some bit of their numbers: with one at 0 and one at 1 disturbed, each acts on the other.
     for bit, value in itertools.product(range((lanes - 1).bit_length()), (0, 1)):
         after = np.asarray(lane_costs(program, lanes, key, *args, disturbed=(bit, value)))
+        tested |= bool(np.any(after != before))
         moved = np.where(lane_numbers >> bit & 1 == value, 0, np.abs(after - before))
         moved = np.where(np.isnan(moved), np.inf, moved)
         lane = int(np.argmax(moved))
@@ -53,3 +54,8 @@ def assert_independent_lanes(
             moved = f"moved from {before[lane]} to {after[lane]} when other lanes drew other samples"
             why = "the program lets lanes act on each other (a mean or a normalisation over the leading axis?)"
             raise AssertionError(f"the cost of lane {lane} {moved}: {why}")
+    if not tested:
+        raise AssertionError(
+            "no cost moved when lanes drew other samples, so that nothing was tested: did all lanes draw the same, as "
+            "of a rare choice? Give more lanes, or another key."
+        )

@@ -202,6 +202,15 @@ def test_costs_that_are_not_finite_do_not_pass():
     refused(AssertionError, "moved from", ap.testing.assert_independent_lanes, hidden, 4, KEY)
 
 
+def test_lanes_that_all_draw_the_same_are_not_called_independent():
+    def program(tape):
+        tape, rare = ap.sample(tape, dist.Bernoulli(jnp.full(tape.lanes, 1e-6)), ap.likelihood_ratio())
+        rare = rare.astype(jnp.float32)
+        return tape.cost(rare * jnp.mean(rare))
+
+    refused(AssertionError, "nothing was tested: .* more lanes", ap.testing.assert_independent_lanes, program, 4, KEY)
+
+
 THETA = 0.4
 
 
