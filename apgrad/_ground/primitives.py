@@ -78,8 +78,8 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 
 
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
-    """Returns the array as it is, and leaves a mark in the program, for those who read the program."""
-    return _mark_p.bind(x, kind=kind, label=label)
+    """Returns the array as it is, and leaves a mark for those who read the program; `mapped` under `jax.vmap`."""
+    return _mark_p.bind(x, kind=kind, label=label, mapped=False)
 
 
 def _first(x: Any, *_: Any, **__: Any) -> Any:
@@ -131,6 +131,7 @@ _refuse_p = elementwise("refuse_derivative", _refuse_jvp)
 ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
 _refuse_second_p = elementwise("refuse_second_derivative", _refuse_second_jvp)
 _mark_p = elementwise("mark")
+batching.primitive_batchers[_mark_p] = lambda xs, axes, **of: (_mark_p.bind(*xs, **of | {"mapped": True}), *axes)
 _refuse_message_p = elementwise("refuse_message", _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
 _refused_message_p = elementwise("refused_message", _refused_message_jvp, lambda x, **_: jnp.full_like(x, jnp.nan))

@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
 
 from apgrad._ground.port import Signal
 from apgrad._ground.primitives import mark
@@ -65,7 +69,8 @@ class Walk:
     size: int  # of messages, and of nothing else, so that a port's axis of components is known by it
     multiplies: bool = False  # whether there is a `wire` of a function that is not linear
     dense_twice: bool = False  # whether a dense node feeds another one
-    # The nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
+    mapped: set[str] = dataclasses.field(default_factory=set)  # the nodes with signals that `jax.vmap` maps
+    # The nodes that take one parameter in all steps of a scan, in copies, or again, without `mplp.shared`.
     repeated: dict[str, None] = dataclasses.field(default_factory=dict)
     # The facts of values on their way into or out of a node, whose ports come next.
     values: list[Fact] = dataclasses.field(default_factory=list)
@@ -82,7 +87,7 @@ class Walk:
             entering = eqn.params["kind"] is Gate.IN
             return [self.enter(where, part, facts[0], eqn) if entering else self.leave(where, part, kind, facts[0])]
         if name == "shard_map":
-            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, self.of_array, held=_held)
+            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, self.of_constant, held=_held)
         inside = nested(eqn)
         if inside is not None and together and not (inside.kind == "cond" and UNLIKE in facts[0]):
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
@@ -90,23 +95,29 @@ class Walk:
             return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
         if name in IDENTITY:
             return facts
-        made = _made(name, facts, together, AXES[name](eqn) if name in AXES else ())
-        if name != "broadcast_in_dim" and not any(self.of_array(v.aval) for v in eqn.invars):
-            made = made.union(*(self.of_array(v.aval) for v in eqn.outvars))
+        before, after = (any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars))
+        made = _made(eqn, facts, together, before and not after)
+        if after and not before and name != "broadcast_in_dim":
+            made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 
-    def of_array(self, array: Any) -> Fact:
-        return frozenset({UNLIKE}) if self.size in getattr(array, "shape", ()) else NOTHING
+    def of_constant(self, value: Any) -> Fact:
+        """Of a number that is the size, and of an array as wide as a message."""
+        shape, dtype = np.shape(value), jnp.result_type(value)
+        number = not shape and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
+        return frozenset({UNLIKE}) if self.size in ((value,) if number else shape) else NOTHING
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
             # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
             taken = self.taken.setdefault(eqn.invars[0], set())
             taken.add(id(eqn))
-            if HELD in fact or len(taken) > 1:
+            copied = where in self.mapped and not eqn.params["mapped"]
+            if HELD in fact or copied or len(taken) > 1:
                 self.repeated[where] = None
         self.entered.setdefault(where, []).append((part, fact))
         if part == "value":
+            self.mapped |= {where} if eqn.params["mapped"] else set()
             self.values.append(fact)
             return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
         value = fact if part == "data" else self.values.pop()
@@ -159,7 +170,7 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
     facts = [frozenset({(name, "")}) for name in names]
     facts += [fact | {PORT} for fact in facts]
     walk = Walk(size)
-    (result,) = flow(program, facts, walk.through, frozenset.union, walk.of_array, held=_held)
+    (result,) = flow(program, facts, walk.through, frozenset.union, walk.of_constant, held=_held)
     if result:
         of_parameters = [origin.startswith("params[") for origin, _ in result]
         do = "" if all(of_parameters) else "Lead a signal through mplp.readout"
@@ -181,7 +192,9 @@ def _unlike(some, others):
     return tuple(i for i, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
 
 
-def _made(name, facts, together, axes):
+def _made(eqn, facts, together, lost):
+    """The fact of what an equation makes, which is `lost` where it has no axis of messages any more."""
+    name = eqn.primitive.name
     if not together or name in NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
     numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
@@ -189,9 +202,15 @@ def _made(name, facts, together, axes):
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
     if name in LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
+    linear = linear and not lost
     if linear and name in VIEW and name not in AXES:
         return together
-    function = f"{name} along {axes}" if linear else NONLINEAR
+    if name == "dot_general" and linear:
+        axes: Any = [of_both[bool(facts[1])] for of_both in eqn.params["dimension_numbers"]]
+    else:
+        axes = AXES[name](eqn) if name in AXES else ()
+    factors = [v.val for v in eqn.invars if isinstance(v, Literal)] if name in ("mul", "div") else []
+    function = f"{name} along {axes} by {factors}" if linear else NONLINEAR
     return together | {(origin, function) for origin, _ in together - {PORT, UNLIKE}}
 
 

@@ -227,9 +227,9 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
     warn_outside(rule, places, multiplies=walk.multiplies, dense_twice=walk.dense_twice)
     if walk.repeated and getattr(rule, "sums_uses", False):
         warn(
-            f"{', '.join(walk.repeated)}: the same parameter at each step of a jax.lax.scan, or at several nodes. "
-            f"{type(rule).__name__} normalizes each of its updates, and their sum is too long to learn from. Take the "
-            "parameter through mplp.shared first, as the recurrent layers of mplp.from_nnx do."
+            f"{', '.join(walk.repeated)}: the same parameter in each step of a scan, in copies of jax.vmap, or at "
+            f"several nodes. {type(rule).__name__} normalizes each of its updates, and their sum is too long to learn "
+            "from. Take the parameter through mplp.shared first, as the recurrent layers of mplp.from_nnx do."
         )
     return places.sites
 

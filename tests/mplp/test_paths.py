@@ -83,6 +83,7 @@ def beside(extra):
 
 
 each = jax.tree.map
+mixed = lambda a: jnp.ones((3, 3)) @ a[:3]  # a matrix of a port, (3, 3, k), is of its last axes
 flipped = lambda a: jax.lax.cond(jnp.sum(a) > 0, jnp.negative, lambda a: a, a)
 stacked = functools.partial(each, lambda *arrays: jnp.stack(arrays)[0])
 branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)
@@ -105,6 +106,9 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "and padded": lambda a: jax.lax.pad(a, 0.0, [(0, 0, 0)] * (a.ndim - 1) + [(1, -1, 0)]),
     "weighed by its place": lambda a: a * jnp.arange(1.0, a.shape[-1] + 1),
     "and dropped out": lambda a: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0.0),
+    "over the root of its width": lambda a: a / a.shape[-1] ** 0.5,
+    "over its width": lambda a: a / jnp.asarray(a.shape[-1], jnp.float32),
+    "and rolled as a whole": lambda a: jnp.roll(a, 1),
     "and weighed by an array": lambda a: a * np.arange(1.0, a.shape[-1] + 1),
     "in windows": lambda a: jax.lax.reduce_window(
         a, 0.0, jax.lax.add, (1,) * (a.ndim - 1) + (3,), (1,) * a.ndim, "SAME"
@@ -127,6 +131,7 @@ REFUSED = {
     "a parameter mapped": (lambda n: n.loss(n.dense(w=each(jnp.tanh, n.p["w"]))), r"params\['w'\]"),
     "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
     "a signal chosen by itself": (lambda n: n.loss(each(lambda a: jnp.where(a > 0, a, 0), n.dense())), "is not linear"),
+    "a signal between examples": (lambda n: n.loss(each(mixed, n.dense()), n.y[:3]), "is not linear"),
     "a branch chosen by its signal": (lambda n: n.loss(each(flipped, n.dense())), "is not linear"),
     **{
         f"a signal mapped {how}": (lambda n, f=f: n.loss(each(f, n.dense())), "is not linear")
@@ -162,6 +167,10 @@ RIGHT = {
     ),
     "noise on a signal": lambda n: n.loss(each(lambda a: a + jax.random.normal(jax.random.key(0), a.shape), n.dense())),
     "zeros of a signal's shape": lambda n: n.loss(each(lambda a: a * jnp.full(a.shape, 2.0), n.dense())),
+    "a signal through a matrix": lambda n: n.loss(
+        each(lambda a: jnp.einsum("bn...,nm->bm...", a, jnp.eye(3) + 1) / 2, n.dense())
+    ),
+    "a masked signal": lambda n: n.loss(each(lambda a: a * jnp.arange(4.0).reshape(4, *[1] * (a.ndim - 1)), n.dense())),
     "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
@@ -189,12 +198,18 @@ def nested(net, weights):
     return steps(net, lambda s, w: jax.lax.scan(lambda s, _: (net.dense("1", s, w), None), s, None, 2)[0], weights)
 
 
+def copies(net, w):
+    of_one = jax.vmap(lambda s: net.dense("1", s, w))
+    return each(lambda a: a[0], of_one(each(lambda a: jnp.stack([a, a]), net.at.signal(net.x))))
+
+
 both = lambda n: each(lambda w, v: jnp.stack([w, v]), n.p["w"], n.p["v"])
 recomputed = lambda n: jax.checkpoint(n.dense, static_argnums=0)
 AGAIN = {
     "a scan": lambda n: steps(n, lambda s, _: n.dense("1", s)),
     "a call in a scan": lambda n: steps(n, lambda s, _: recomputed(n)("1", s, n.p["w"])),
     "a scan in a scan": lambda n: nested(n, both(n)),
+    "copies under vmap": lambda n: copies(n, n.p["w"]),
     "one node twice": lambda n: n.dense("1", n.dense()),
     "two nodes": lambda n: n.dense("1", n.dense("2")),
 }
@@ -202,6 +217,7 @@ ONCE = {
     "two parameters": lambda n: n.dense("1", n.dense("2", w=n.p["v"])),
     "a shared one, twice": lambda n: (lambda w: n.dense("1", n.dense("1", w=w), w))(share(n)),
     "a shared one, in a scan": lambda n: (lambda w: steps(n, lambda s, _: n.dense("1", s, w)))(share(n)),
+    "a shared one, in copies": lambda n: copies(n, share(n)),
     "branches": branches,
     "layers in a scan": lambda n: steps(n, lambda s, w: n.dense("1", s, w), both(n)),
 }
