@@ -25,7 +25,10 @@ from experiments.parts.chaotic_network import SIGMA, START, transition, transiti
 CLEAN, NOISY = "#1f3b73", "#d95f02"
 
 
-class Config(harness.Config):
+class Config(
+    harness.Config,
+    least={"betas": 2, "low": 0, "transient": 1, "steps": 1, "noisy_lanes": 2, "horizon": 1, "trajectories": 0},
+):
     """Options of this experiment."""
 
     betas: int = 101  # how many inverse temperatures, from `low` to `high`.
@@ -36,9 +39,6 @@ class Config(harness.Config):
     noisy_lanes: int = 32  # trajectories of the noisy system, whose spread gives the exponent's standard error.
     horizon: int = 50  # of the loss.
     trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)  # inverse temperatures of the trajectories shown.
-
-    def __post_init__(self):
-        harness.require_least(self, betas=2, low=0, transient=1, steps=1, noisy_lanes=2, horizon=1, trajectories=0)
 
 
 PAPER = Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)

@@ -50,17 +50,13 @@ METHODS = tuple(COLOURS)
 PLAIN = ("RP", "LR", "TP published")  # not cross-fitted
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"lanes": 4, "estimates": 2, "reference": 20_000}, multiples={"lanes": 2}):
     """Options of this experiment."""
 
     lanes: tuple[int, ...] = (100, 1000)  # numbers of lanes for an estimate.
     estimates: int = 100  # repetitions of each estimate, K.
     reference: int = 2_000_000  # lanes of the pendulum's reference.
     gamma: float = 0.2  # the error that `alpha_order` may make, in the whole gradient.
-
-    def __post_init__(self):
-        harness.require_least(self, lanes=4, estimates=2, reference=20_000)
-        harness.require_even(self, "lanes")
 
 
 PAPER = Config(estimates=400, reference=4_000_000)

@@ -42,7 +42,11 @@ ENDS = ("value_low", "value_high")
 SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
 
 
-class Config(harness.Config):
+class Config(
+    harness.Config,
+    least={"widths": 0, "horizons": 1, "lanes": 2, "estimates": 2, "reference": 2},
+    among={"swarms": linear_swarm.SWARMS},
+):
     """Options of this experiment."""
 
     swarms: tuple[str, ...] = ("broad",)  # names in `linear_swarm.SWARMS`.
@@ -53,10 +57,6 @@ class Config(harness.Config):
     estimates: int = 60  # repetitions of the gradient estimate, K.
     reference: int = 100  # estimates by RP with 10,000 lanes, for a gradient that is not known exactly.
     resamples: int = 1000  # of the bootstrap.
-
-    def __post_init__(self):
-        harness.require_least(self, widths=0, horizons=1, lanes=2, estimates=2, reference=2)
-        harness.require_among(self, swarms=linear_swarm.SWARMS)
 
 
 PAPER = Config(

@@ -42,7 +42,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, dataclass_transform
+from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -90,30 +90,28 @@ class Config:
     only_report: bool = False
     mix: bool = False
 
-    def __init_subclass__(cls):
+    checks: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **checks: Any):
+        """A class names options whose numbers have a `least`, are `multiples`, or are `among` what is known."""
         dataclasses.dataclass(frozen=True)(cls)
+        cls.checks = {**cls.checks, **checks}
 
+    def __post_init__(self):
+        """Refuses options that are not what the class has said; of a tuple, which has one at least, each is checked."""
+        for name, bound in self.checks.get("least", {}).items():
+            if min(self._each(name), default=bound - 1) < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+        for name, unit in self.checks.get("multiples", {}).items():
+            if any(n % unit for n in self._each(name)):
+                raise ValueError(f"{name} must be multiples of {unit}, got {getattr(self, name)}")
+        for name, known in self.checks.get("among", {}).items():
+            if unknown := set(self._each(name)) - set(known):
+                raise ValueError(f"{name} are of {list(known)}, got {sorted(unknown)}")
 
-def require_least(config: Config, **least: float) -> None:
-    """Refuses numbers, or tuples of numbers, that are less than the option's least; a tuple has one at least."""
-    for name, bound in least.items():
-        given = getattr(config, name)
-        if min(given if isinstance(given, tuple) else (given,), default=bound - 1) < bound:
-            raise ValueError(f"{name} must be at least {bound}, got {given}")
-
-
-def require_even(config: Config, name: str) -> None:
-    """Refuses numbers of lanes that cross-fitting cannot halve."""
-    given = getattr(config, name)
-    if any(n % 2 for n in (given if isinstance(given, tuple) else (given,))):
-        raise ValueError(f"{name} must be even, since each half is weighed by the other, got {given}")
-
-
-def require_among(config: Config, **known: Iterable[Any]) -> None:
-    """Refuses tuples with something that is not among what the option is made of."""
-    for name, some in known.items():
-        if unknown := set(getattr(config, name)) - set(some):
-            raise ValueError(f"{name} are of {list(some)}, got {sorted(unknown)}")
+    def _each(self, name: str) -> tuple[Any, ...]:
+        given = getattr(self, name)
+        return given if isinstance(given, tuple) else (given,)
 
 
 class Report(NamedTuple):

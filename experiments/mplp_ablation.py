@@ -36,7 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2, "settings": 2, "steps": 1}, among={"rules": RULES}):
     """Options of this experiment."""
 
     rules: tuple[str, ...] = (WHOLE, "gradient alone")  # of RULES.
@@ -47,10 +47,6 @@ class Config(harness.Config):
     settings: int = 2  # how many.
     horizons: tuple[int, ...] = (20,)  # updates.
     runs: int = 4  # networks and tasks of each setting.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2, settings=2, steps=1)
-        harness.require_among(self, rules=RULES)
 
 
 IMAGES = mplp_settings.IMAGES[:2]

@@ -34,7 +34,7 @@ NETWORKS = ("ConvNet", "RNN", "GRU")
 TRAINED = {"ConvNet": "convnets", "RNN": "sequences", "GRU": "sequences"}
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2, "draws": 1, "tuning": 1}, among={"networks": NETWORKS}):
     """Options of this experiment."""
 
     data: str = "digits"  # name of the images.
@@ -45,10 +45,6 @@ class Config(harness.Config):
     draws: int = 4  # of each optimizer's hyperparameters.
     tuning: int = 1  # tasks that a draw is judged on.
     runs: int = 4  # networks and tasks of each method.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2, draws=1, tuning=1)
-        harness.require_among(self, networks=NETWORKS)
 
 
 PAPER = Config(data="mnist", size=12, networks=NETWORKS, horizons=(20, 100), draws=16, tuning=2, runs=20)

@@ -61,7 +61,7 @@ Objective = Literal["published", "weight", "data", "held-out"]
 PUBLISHED = {"sinusoid": 0.0013, "mnist": 48.95, "mnist, step": 43.1, "mnist, 784-100-10": 37.6}
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2, "max_scale": 0}, among={"studies": POOLS}):
     """Options of this experiment."""
 
     studies: tuple[str, ...] = ("sinusoid",)  # of "sinusoid" and "mnist".
@@ -72,10 +72,6 @@ class Config(harness.Config):
     # whether the rule also sees the true gradient beside each message: the hybrid of the paper's section 5.
     gradient: bool = False
     runs: int = 10  # networks and tasks that a rule is judged on.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2, max_scale=0)
-        harness.require_among(self, studies=POOLS)
 
 
 PAPER = Config(studies=("sinusoid", "mnist"), sinusoid_steps=36_000, mnist_steps=5_000, runs=100)

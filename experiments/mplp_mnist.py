@@ -61,15 +61,11 @@ OPTIMIZERS: meta_curves.Baselines = {
 }
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2}, among={"settings": SETTINGS}):
     """Options of this experiment."""
 
     runs: int = 20  # networks and streams of images for each method.
     settings: tuple[str, ...] = ("144-50-10", "144-50-10, step", "digits 64-50-10")  # of `SETTINGS`.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2)
-        harness.require_among(self, settings=SETTINGS)
 
 
 PAPER = Config(runs=100, settings=tuple(name for name, setting in SETTINGS.items() if setting.rule != "images"))

@@ -44,7 +44,7 @@ OBJECTIVES: dict[mplp_from_random.Objective, tuple[float, int]] = {
 """The weight and the number of the held-out images."""
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2, "seeds": 1, "steps": 1}, among={"objectives": OBJECTIVES}):
     """Options of this experiment."""
 
     start: Literal["random", "published"] = "random"  # "published" to go on from the authors' checkpoint.
@@ -54,10 +54,6 @@ class Config(harness.Config):
     objectives: tuple[mplp_from_random.Objective, ...] = tuple(OBJECTIVES)  # what to train by.
     transfers: tuple[str, ...] = ()  # what a rule is also judged in: "step", or the sizes of another network.
     runs: int = 20  # networks that a rule is judged on.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2, seeds=1, steps=1)
-        harness.require_among(self, objectives=OBJECTIVES)
 
 
 PAPER = Config(network="144-50-10", steps=5_000, seeds=5, transfers=mplp_from_random.TRANSFERS, runs=100)

@@ -39,13 +39,10 @@ PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "
 GRID = np.linspace(-5.0, 5.0, 201)
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2}):
     """Options of this experiment."""
 
     runs: int = 20  # networks and tasks for each method.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2)
 
 
 PAPER = Config(runs=100)

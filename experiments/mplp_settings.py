@@ -122,7 +122,7 @@ OPTIMIZERS = {
 }
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2, "draws": 1, "tuning": 1}):
     """Options of this experiment."""
 
     # names and sides of the images, or names of the data sets of regression, that settings are drawn of.
@@ -133,9 +133,6 @@ class Config(harness.Config):
     draws: int = 8  # of each baseline's rate and decay.
     tuning: int = 2  # tasks that a draw is judged on.
     runs: int = 4  # networks and tasks of each method.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2, draws=1, tuning=1)
 
     @property
     def surrogate(self) -> str:

@@ -31,7 +31,7 @@ CHECKPOINT = mplp_from_random.PUBLISHED["sinusoid"]  # half squared error of the
 SHARING = {"none": False, "networks": True, "all": "all"}  # `share` of `mplp.PerSynapse`.
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"runs": 2, "sizes": 1}, among={"sharing": SHARING}):
     """Options of this experiment."""
 
     runs: int = 20  # networks and tasks to judge by.
@@ -44,10 +44,6 @@ class Config(harness.Config):
     layers: tuple[int, ...] = ()  # units in the hidden layers of the rule's networks.
     rate: float = 2e-3  # Adam's.
     objective: mplp_from_random.Objective = "published"  # of `experiments.mplp_from_random`.
-
-    def __post_init__(self):
-        harness.require_least(self, runs=2, sizes=1)
-        harness.require_among(self, sharing=SHARING)
 
 
 PAPER = Config(

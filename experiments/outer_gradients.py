@@ -46,7 +46,7 @@ ESTIMATORS = tuple(OBJECTIVES)
 REFERENCES = ("nearly exact", "smoothed", "by segment", "noise")
 
 
-class Config(harness.Config):
+class Config(harness.Config, multiples={"lengths": SEGMENT}):
     """Options of this experiment."""
 
     rates: tuple[float, ...] = (0.1, 0.9)  # values of theta, a tame and a chaotic one.
@@ -54,10 +54,6 @@ class Config(harness.Config):
     estimates: int = 200  # for each cell.
     reference: int = 50_000  # samples of a reference.
     sigma: float = 0.03  # deviation of the perturbations, of theta and (total propagation) of the iterates.
-
-    def __post_init__(self):
-        if bad := [t for t in self.lengths if t % SEGMENT]:
-            raise ValueError(f"lengths must be multiples of {SEGMENT}, got {bad}")
 
 
 PAPER = Config(lengths=(5, 10, 20, 40, 80), estimates=2000, reference=2_000_000)

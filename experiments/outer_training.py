@@ -60,7 +60,7 @@ REFERENCE, CONSTANT = "constant rate", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.
 NO_DEVIATION = ("reverse mode", "forward mode", "truncated,", *CLIPPED, MULTILEVEL)
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"seeds": 2}, among={"rule": RULE, "balanced": BALANCED}):
     """Options of this experiment."""
 
     rule: tuple[str, ...] = ("reverse mode", "lanes clipped at .5", "ES")  # methods that train the rule.
@@ -77,10 +77,6 @@ class Config(harness.Config):
     tasks: int = 8  # in an outer step; for total propagation, perturbed unrolls of one task.
     judged: int = 16  # tasks to judge by.
     chains: int = 400  # estimates of whole unrolls that the bias in influence balancing is measured with.
-
-    def __post_init__(self):
-        harness.require_least(self, seeds=2)
-        harness.require_among(self, rule=RULE, balanced=BALANCED)
 
 
 METHODS: dict[str, Any] = {"rule": tuple(RULE), "balanced": tuple(BALANCED)}

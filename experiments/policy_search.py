@@ -59,7 +59,12 @@ METHODS = {
 }
 
 
-class Config(harness.Config):
+class Config(
+    harness.Config,
+    least={"lanes": 4, "evaluations": 5, "tuning": 1, "seeds": 2, "rounds": 1},
+    among={"tasks": TASKS},
+    multiples={"lanes": 2},
+):
     """Options of this experiment."""
 
     policies: tuple[int, ...] = (64,)  # the widths of the hidden layers, one number for both, one policy each.
@@ -75,9 +80,7 @@ class Config(harness.Config):
     resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
-        harness.require_least(self, lanes=4, evaluations=5, tuning=1, seeds=2, rounds=1)
-        harness.require_even(self, "lanes")
-        harness.require_among(self, tasks=TASKS)
+        super().__post_init__()
         if self.iterations % self.evaluations:
             raise ValueError(f"iterations must be a multiple of evaluations, got {self.iterations}, {self.evaluations}")
 

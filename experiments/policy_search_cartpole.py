@@ -57,7 +57,9 @@ PARTIAL = True
 METHODS = ("RP", "LR", "TP published", "TP adaptive")
 
 
-class Config(harness.Config):
+class Config(
+    harness.Config, least={"seeds": 2, "episodes": 2, "particles": 4, "repetitions": 2}, multiples={"particles": 2}
+):
     """Options of this experiment."""
 
     seeds: int = 2  # runs of each method.
@@ -67,10 +69,6 @@ class Config(harness.Config):
     particles: int = 100  # lanes.
     repetitions: int = 10  # estimates for a gradient's variance.
     resamples: int = 1000  # of the bootstrap.
-
-    def __post_init__(self):
-        harness.require_least(self, seeds=2, episodes=2, particles=4, repetitions=2)
-        harness.require_even(self, "particles")
 
 
 PAPER = Config(seeds=10, episodes=8, iterations=150)

@@ -50,7 +50,12 @@ METHODS |= {name: CLIPPED[name] for name in ("RP, lanes clipped", "multilevel", 
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
 
 
-class Config(harness.Config):
+class Config(
+    harness.Config,
+    least={"tuning": 1, "groups": 1, "seeds": 2, "estimates": 2},
+    multiples={"horizon": policies.SEGMENT},
+    among={"methods": METHODS},
+):
     """Options of this experiment."""
 
     methods: tuple[str, ...] = tuple(METHODS)  # names in `METHODS`, RP among them, whose time is the unit.
@@ -66,14 +71,11 @@ class Config(harness.Config):
     resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
-        harness.require_among(self, methods=METHODS)
+        super().__post_init__()
         if "RP" not in self.methods:
             raise ValueError(f"methods must have RP, whose time is the unit, got {list(self.methods)}")
-        harness.require_least(self, tuning=1, groups=1, seeds=2, estimates=2)
         if self.steps % EVERY or self.steps < 5 * EVERY:
             raise ValueError(f"steps must be a multiple of {EVERY}, at least {5 * EVERY}, got {self.steps}")
-        if self.horizon % policies.SEGMENT:
-            raise ValueError(f"horizon must be a multiple of SHAC's window of {policies.SEGMENT}, got {self.horizon}")
 
 
 PAPER = Config(steps=240, rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2), tuning=2, groups=4, seeds=5, estimates=200)

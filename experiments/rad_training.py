@@ -53,7 +53,7 @@ TUNED: dict[str, Any] = {network: dict(zip(SEARCHED, pairs, strict=True)) for ne
 TUNED["transformer"] = {"baseline": (1e-3, 1e-4), "different": (1e-3, 1e-4)}
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"seeds": 1}, among={"networks": rad_networks.NAMES}):
     """Options of this experiment."""
 
     networks: tuple[str, ...] = ("mlp",)  # of "mlp", "convnet", "rnn" and "transformer".
@@ -73,8 +73,7 @@ class Config(harness.Config):
     draws: int = 4  # for the noise, at each evaluation.
 
     def __post_init__(self):
-        harness.require_least(self, seeds=1)
-        harness.require_among(self, networks=rad_networks.NAMES)
+        super().__post_init__()
         if {len(self.steps), len(self.data)} != {len(self.networks)}:
             raise ValueError("one number of steps and one data set for each network")
         if min(self.steps) < self.evaluations:

@@ -110,15 +110,12 @@ def estimate(
     return lambda key: derivative(key, THETA)
 
 
-class Config(harness.Config):
+class Config(harness.Config, among={"families": FAMILIES, "graphs": GRAPHS}):
     """Options of this experiment."""
 
     estimates: int = 1000  # how many, of 1,000 lanes each; at least 2.
     families: tuple[str, ...] = tuple(FAMILIES)  # which distributions.
     graphs: tuple[str, ...] = GRAPHS  # which programs.
-
-    def __post_init__(self):
-        harness.require_among(self, families=FAMILIES, graphs=GRAPHS)
 
 
 PAPER = Config(estimates=20_000)

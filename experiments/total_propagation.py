@@ -43,7 +43,12 @@ STYLES |= {"unshrunk-CF": ("#8c6d1f", "-"), "decoupled-CF": ("black", "-"), "ada
 STYLES |= {"by state": ("#d95f02", "--"), "clipped at 4": ("#e0a100", "-"), "clipped at 10": ("#e0a100", "--")}
 
 
-class Config(harness.Config):
+class Config(
+    harness.Config,
+    least={"estimates": 2, "lanes": 4, "sets": 1},
+    among={"parameters": (1, 5), "methods": (*RULES, *CLIPPED)},
+    multiples={"lanes": 2},
+):
     """Options of this experiment."""
 
     horizons: tuple[int, ...] = (25, 50)  # numbers of steps, H.
@@ -56,11 +61,6 @@ class Config(harness.Config):
     # horizon, lanes and repetitions of the bias, at beta = 1.5.
     bias_points: tuple[tuple[int, int, int], ...] = ((25, 30, 4_000),)
     resamples: int = 2000  # of the bootstrap.
-
-    def __post_init__(self):
-        harness.require_least(self, estimates=2, lanes=4, sets=1)
-        harness.require_even(self, "lanes")
-        harness.require_among(self, parameters=(1, 5), methods=(*RULES, *CLIPPED))
 
 
 PAPER = Config(

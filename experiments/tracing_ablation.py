@@ -44,7 +44,7 @@ OUTCOMES = ("ablated", "retrained", "delayed")
 LETTERS = " .abcdefghijklmnopqrstuvwxyz"
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"seeds": 2, "steps": 1, "widths": 1, "length": 1, "batch": 1, "every": 1}):
     """Options of this experiment."""
 
     seeds: int = 2  # networks.
@@ -55,7 +55,7 @@ class Config(harness.Config):
     every: int = 25  # steps from trace to trace.
 
     def __post_init__(self):
-        harness.require_least(self, seeds=2, steps=1, widths=1, length=1, batch=1, every=1)
+        super().__post_init__()
         if len(self.widths) != 3:
             raise ValueError(f"widths are those of three components, got {self.widths}")
 

@@ -42,7 +42,7 @@ METHODS = ("plain", "jax.checkpoint", *SHARES)
 VOCABULARY = 64
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"blocks": 1, "batch": 1, "steps": 1}):
     """Options of this benchmark."""
 
     blocks: int = 4  # of the transformer.
@@ -51,9 +51,6 @@ class Config(harness.Config):
     length: int = 32  # of a sequence.
     steps: int = 20  # of training.
     limit: int = 8_000_000  # bytes that the largest batch may need on a device that names no limit.
-
-    def __post_init__(self) -> None:
-        harness.require_least(self, blocks=1, batch=1, steps=1)
 
 
 PAPER = Config(blocks=12, width=256, batch=16, length=128, steps=200, limit=2_000_000_000)

@@ -42,16 +42,12 @@ SEMIRINGS: dict[str, Any] = {
 }
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"repeats": 3}, among={"semirings": SEMIRINGS}):
     """Options of this experiment."""
 
     semirings: tuple[str, ...] = tuple(SEMIRINGS)  # what is timed, of the names here.
     repeats: int = 5  # pairs of timings for each figure.
     scale: float = 0.5  # of batch sizes and widths, for a quick look 0.25.
-
-    def __post_init__(self):
-        harness.require_least(self, repeats=3)
-        harness.require_among(self, semirings=SEMIRINGS)
 
 
 class Transformer(nn.Module):
