@@ -11,8 +11,10 @@
     python -m experiments.meta_train regression --steps 2200 --out runs/regression      # needs no APGRAD_DATA
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
-to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps;
-the one that comes with the package went on with `--start` for 5,000 and for 3,000 steps more.
+to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. The options of the rule, and what the card
+says of the data and of where the rule holds, are those of the card that is there (`mplp.pretrained_card`). `image_mlp`
+falls apart after its 20 steps; the one that comes with the package went on with `--start` for 5,000 and for 3,000 steps
+more.
 
 `images` trains a normalized rule on a family of networks, for the number of updates that it is told. The one that comes
 with the package was trained for 2,400 outer steps on twelve networks of at most 300 updates, before its controllers had
@@ -30,7 +32,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import tyro
 from flax import nnx
@@ -38,38 +39,6 @@ from flax import nnx
 import apgrad as ap
 from apgrad import meta, mplp
 from experiments.parts import architectures, meta_curves, regression
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
-    "image_mlp": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
-}
-FAMILIES = ("images", "sequences", "convnets", "regression")
-OPTIONS |= {name: {"full": 512} for name in FAMILIES}
-OPTIONS["sequences"]["settle"] = 20
-ABOUT = {
-    "sinusoid": {
-        "data": "a sin(x + p), a in [.1, .5], p in [0, pi], x in [-5, 5]",
-        "architecture": "1-20-20-1 relu; weights N(0, .05^2), biases 0; squared error; 5 steps of 10",
-        "activations": ["relu"],
-        "minibatches": [10, 10],
-        "updates": 5,
-        "depths": [2, 2],
-        "widths": [20, 20],
-    },
-    "image_mlp": {
-        "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
-        "standardized": True,
-        "architecture": "of eight tasks four 144-50-10 and three 144-50-50-10 with sigmoid(z), one 144-50-10 with "
-        "sigmoid(8 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
-        "activations": ["sigmoid", "sigmoid(8 z)", "step"],
-        "minibatches": [8, 8],
-        "updates": 20,
-        "depths": [1, 2],
-        "widths": [50, 256],  # the widest that it was measured with
-    },
-}
-SCHEDULE = "Adam at {} up to step {}, then a cosine to 0 at step {}; {} clipped to a norm of 1"
-COMMON: dict[str, Any] = {"whiten": True, "share": "role", "normalize": True}
 
 
 def step_function(z: jax.Array) -> jax.Array:
@@ -141,60 +110,14 @@ REGRESSIONS = [  # inputs, outputs, hidden widths, activation, minibatch, deviat
 LAYERED = {"sequences": (architectures.recurrent, SEQUENCES), "convnets": (architectures.convnet, CONVNETS)}
 DRAWN = 3  # members of the family in an outer step
 REMAT = 1  # each step is computed again, which takes these networks less time than to read back all that it remembers
-ABOUT["images"] = {
-    "data": "training images of MNIST and CIFAR-10, 12x12, and digits, standardized",
-    "standardized": True,
-    "architecture": f"{DRAWN} a step, drawn of {len(FAMILY)} MLPs; softmax cross-entropy; told the number of updates",
-    "activations": ["sigmoid", "sigmoid(8 z)", "tanh", "relu", "gelu"],
-    "minibatches": [2, 32],  # in unrolls of all lengths
-    "updates": 100,
-    "fails": "minibatches of more than 32 in more than 20 updates, which were in no long unroll, and 1,000 updates: it "
-    "may diverge there",
-    "depths": [1, 4],
-    "widths": [20, 150],
+ARCHITECTURE = {
+    "images": f"{len(FAMILY)} MLPs; softmax cross-entropy",
+    "sequences": f"{len(SEQUENCES)} networks of Elman's or gated units and a dense layer; softmax cross-entropy",
+    "convnets": f"{len(CONVNETS)} networks of two convolutions of 3x3, each with an activation and max-pooling, and a "
+    "dense layer; softmax cross-entropy",
+    "regression": f"{len(REGRESSIONS)} MLPs; squared error",
 }
-ABOUT["sequences"] = {
-    "data": "training images of MNIST, 12x12, and digits, standardized, in 6 to 16 parts after a permutation of the "
-    "pixels",
-    "standardized": True,
-    "architecture": f"{DRAWN} a step, drawn of {len(SEQUENCES)} networks of Elman's or gated units and a dense layer; "
-    "softmax cross-entropy; told the number of updates",
-    "activations": ["sigmoid", "tanh"],
-    "minibatches": [4, 32],
-    "updates": 100,
-    "depths": [2, 2],
-    "widths": [32, 144],
-    "fails": "not known to fail; sequences of more than 16 steps were not tried",
-    "names": "number",
-}
-ABOUT["convnets"] = {
-    "data": "training images of MNIST, 12x12 and 28x28, CIFAR-10, 12x12, and digits, standardized",
-    "standardized": True,
-    "architecture": f"{DRAWN} a step, drawn of {len(CONVNETS)} networks of two convolutions of 3x3, each with an "
-    "activation and max-pooling, and a dense layer; softmax cross-entropy; told the number of updates",
-    "activations": ["relu", "tanh", "gelu"],
-    "minibatches": [4, 32],
-    "updates": 100,
-    "depths": [2, 2],
-    "widths": [4, 16],
-    "wires": True,  # pooling
-    "fails": "not known to fail; after 100 updates of digits it is 2 points behind what it was before training",
-    "names": "number",
-}
-
-
-ABOUT["regression"] = {
-    "data": "random teachers of 4 to 32 inputs and 1 to 8 outputs, standardized, with noise",
-    "standardized": True,
-    "standardized_targets": True,
-    "architecture": f"{DRAWN} a step, drawn of {len(REGRESSIONS)} MLPs; squared error; told the number of updates",
-    "activations": ["sigmoid", "tanh", "relu", "gelu"],
-    "minibatches": [4, 64],
-    "updates": 300,
-    "depths": [1, 4],
-    "widths": [20, 100],
-    "fails": "networks of step functions, minibatches of two, many updates on few and noisy examples",
-}
+"""The families by name: what they are, as the card says it."""
 
 
 class Part(NamedTuple):
@@ -298,63 +221,36 @@ def schedule(steps: int, peak: float) -> optax.Schedule:
     )
 
 
-def card(name: str, sites: tuple[mplp.Site, ...], steps: int, seed: int, more: dict[str, Any]) -> dict[str, Any]:
-    """What a trained rule says of itself."""
-    return {
-        "name": name,
-        "rule": OPTIONS[name] | ({} if name in FAMILIES else COMMON),
-        "sites": [site._asdict() for site in sites],
-        "meta_steps": steps,
-        "seed": seed,
-        "apgrad": ap.__version__,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        **more,
-    }
-
-
-JUDGED: dict[str, dict[str, Any]] = {  # side, hidden widths, activation, minibatch
+JUDGED: dict[str, dict[str, Any]] = {  # hidden widths, activation, minibatch
     "image_mlp": {
-        "144-50-10, sigmoid": (12, (50,), jax.nn.sigmoid, 8),
-        "144-50-50-10, sigmoid": (12, (50, 50), jax.nn.sigmoid, 8),
-        "144-50-10, step (a transfer)": (12, (50,), step_function, 8),
+        "144-50-10, sigmoid": ((50,), jax.nn.sigmoid, 8),
+        "144-50-50-10, sigmoid": ((50, 50), jax.nn.sigmoid, 8),
+        "144-50-10, step (a transfer)": ((50,), step_function, 8),
     },
 }
-JUDGED["images"] = JUDGED["image_mlp"] | {"144-100-40-10, relu, minibatches of 16": (12, (100, 40), jax.nn.relu, 16)}
+JUDGED["images"] = JUDGED["image_mlp"] | {"144-100-40-10, relu, minibatches of 16": ((100, 40), jax.nn.relu, 16)}
 
 
 def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dict[str, Any]:
     """Half the squared error over the domain, or the test accuracy in percent, after the last inner step."""
+    measure, scale, options = meta.accuracy, 100.0, {"held_out": 1000, "split": "test"}
     if name == "sinusoid":
-        task = meta.sinusoid()
-        cases = {"sinusoid": (task, task.loss, 1.0)}
+        tasks, measure, scale = {"sinusoid": meta.sinusoid()}, lambda task, *args: task.loss(*args), 1.0
     elif name == "regression":
-        cases = {}
-        for data in regression.SETS:
-            task = regression.task(data, hidden=(64,), activation=jax.nn.relu, batch=16, deviation=None)
-            cases[f"{data}, explained"] = task, functools.partial(regression.explained, task), 100.0
+        make = functools.partial(regression.task, hidden=(64,), activation=jax.nn.relu, batch=16, deviation=None)
+        tasks, measure = {f"{data}, explained": make(data) for data in regression.SETS}, regression.explained
     elif name in LAYERED:
-        data = meta.data.load("mnist", size=12)
-        task = architectures.task(data, LAYERED[name][0], batch=16, held_out=1000, split="test")
-        cases = {"12x12 MNIST, minibatches of 16": (task, functools.partial(meta.accuracy, task), 100.0)}
+        task = architectures.task(meta.data.load("mnist", size=12), LAYERED[name][0], batch=16, **options)
+        tasks = {"12x12 MNIST, minibatches of 16": task}
     else:
-        cases = {}
-        for label, (size, hidden, function, batch) in JUDGED[name].items():
-            data, options = meta.data.load("mnist", size=size), {"split": "test", "held_out": 1000}
-            task = meta.images(data, hidden=hidden, activation=function, batch=batch, **options)
-            cases[label] = task, functools.partial(meta.accuracy, task), 100.0
+        make = functools.partial(meta.images, meta.data.load("mnist", size=12), **options)
+        tasks = {k: make(hidden=widths, activation=f, batch=batch) for k, (widths, f, batch) in JUDGED[name].items()}
     results = {}
-    for label, (task, measure, scale) in cases.items():
-        learner = timed(meta.message_passing(task.network), length)
-        curves = scale * meta_curves.evaluation(task, learner, seed, runs, length, measure)(rule)
-        last = curves[:, length]
-        error = float(last.std(ddof=1) / np.sqrt(runs))
-        results[label] = {
-            "mean": float(last.mean()),
-            "deviation": float(last.std(ddof=1)),
-            "interval": [float(last.mean() - 1.96 * error), float(last.mean() + 1.96 * error)],
-            "runs": runs,
-        }
+    for label, task in tasks.items():
+        learner, of_task = timed(meta.message_passing(task.network), length), functools.partial(measure, task)
+        last = meta_curves.along(scale * meta_curves.evaluation(task, learner, seed, runs, length, of_task)(rule))[-1]
+        mean, half = last["mean"], 1.96 * last.pop("standard_error")
+        results[label] = {**last, "interval": [mean - half, mean + half], "runs": runs}
     return results
 
 
@@ -375,15 +271,15 @@ def main(
       seed: of the rule's start and of all tasks.
       start: a trained rule to go on from, written by this program, without suffix.
     """
-    peak, history = 2e-3, {}
-    parts, family = [], members(name) if name in FAMILIES else []
+    peak, history, known = 2e-3, {}, mplp.pretrained_card(name)
+    parts, family = [], members(name) if name in ARCHITECTURE else []
     if family:
         outer, sites = family_gradient(family), places(family)
     else:
         parts, sites = recipe(name)
         outer = outer_gradient(parts, clip=start is not None)
-    make: Any = mplp.Normalized if family else functools.partial(mplp.Separable, **COMMON)
-    rule = make(sites, rngs=nnx.Rngs(seed), **OPTIONS[name])
+    make: Any = mplp.Normalized if family else mplp.Separable
+    rule = make(sites, rngs=nnx.Rngs(seed), **known["rule"])
     if start is not None:
         (started, before), peak = mplp.load_trained(start), 1e-3
         form = lambda rule: jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(rule)))
@@ -394,16 +290,23 @@ def main(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(steps, peak)))
     done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, version="1", every=50)
     length = max((part.length for part in parts), default=20)
-    about = {
+    results = judge(name, done.theta, length, runs=100)
+    clipped = "gradients" if parts and start is None else "every task's gradient"
+    rates = f"Adam at {peak} up to step {steps // 2}, then a cosine to 0 at step {steps}"
+    card = {k: v for k, v in known.items() if k not in ("class", "rule", "sites", "start")} | {
+        "meta_steps": steps,
+        "seed": seed,
+        "apgrad": ap.__version__,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
         "inner_steps": sorted({steps for _, steps in family}) if family else length,
         "outer_batch": [part.count for part in parts] or DRAWN,
-        "schedule": SCHEDULE.format(
-            peak, steps // 2, steps, "gradients" if parts and start is None else "every task's gradient"
-        ),
+        "schedule": f"{rates}; {clipped} clipped to a norm of 1",
+        "results": results,
     }
-    results = judge(name, done.theta, length, runs=100)
-    more = ABOUT[name] | about | history | {"results": results}
-    mplp.save_trained(done.theta, card(name, done.theta.sites, steps, seed, more), out / name)
+    if family:
+        card["architecture"] = f"{DRAWN} a step, drawn of {ARCHITECTURE[name]}; told the number of updates"
+    mplp.save_trained(done.theta, card | history, out / name)
     print(results)
 
 
