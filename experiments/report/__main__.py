@@ -101,9 +101,8 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
     rows = [["run", "setting", "cells", "seconds", "device", "commits"]]
     for name, results in runs.items():
         cells = f"{results['cells_finished']} of {results['cells']}" if results.get("cells") else ""
-        rows.append(
-            [link(name), setting(results), cells, f"{results['wall_seconds']:,.0f}", results["device"], age(results)]
-        )
+        seconds = f"{results['wall_seconds']:,.0f}"
+        rows.append([link(name), setting(results), cells, seconds, results["device"], age(results)])
     parts.append(table(rows))
     return "\n".join(parts)
 

@@ -1,12 +1,10 @@
 """The rows of the tables of single runs: functions of a run's results that return rows of text, the head first."""
 
-import itertools
 from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.report.readers import named
-from experiments.report.verdicts import Value, figure
+from experiments.report.verdicts import Results, Value, figure
 
 Rows = list[list[str]]
 
@@ -49,7 +47,7 @@ def _shown(form: str, row: dict[str, Any]) -> str:
     return form.format(**{name: _Shown(row, name) for name in row})
 
 
-def listed(results: dict[str, Any], columns: list[list[str]], by: str | None = None) -> Rows:
+def listed(results: Results, columns: list[list[str]], by: str | None = None) -> Rows:
     """A line for each row of the results, whose columns are format strings, sorted by a value if one is named.
 
     Example:
@@ -61,9 +59,7 @@ def listed(results: dict[str, Any], columns: list[list[str]], by: str | None = N
     return [[head for head, _ in columns], *([_shown(form, row) for _, form in columns] for row in rows)]
 
 
-def pivoted(
-    results: dict[str, Any], by: list[list[str]], over: str, columns: list[list[str]], **where: list[Any]
-) -> Rows:
+def pivoted(results: Results, by: list[list[str]], over: str, columns: list[list[str]], **where: list[Any]) -> Rows:
     """A line for all rows of the results that `by` shows alike; a column, [head, value, format], shows the row of them
     in which `over` has the value. Of `where` a row has one of the values under each name.
 
@@ -79,6 +75,20 @@ def pivoted(
             lines.setdefault(tuple(_shown(form, row) for _, form in by), {})[row[over]] = row
     texts = ([*line, *(_shown(f, of[v]) if v in of else "" for _, v, f in columns)] for line, of in lines.items())
     return [[head for head, *_ in (*by, *columns)], *texts]
+
+
+def of_figures(results: Results, heads: list[str], lines: list[list[str]], columns: list[list[str]]) -> Rows:
+    """A line for each of `lines`, some texts under the heads, whose first one names figures of the results: a further
+    column, [head, name, format], shows the figure whose name is made of it.
+
+    Example:
+      >>> results = {"RP, 5 steps": {"cost": 0.25}}
+      >>> of_figures(results, ["who", "lanes"], [["RP", "9"]], [["cost", "{}, 5 steps", "{cost:.2f}"]])
+      [['who', 'lanes', 'cost'], ['RP', '9', '0.25']]
+    """
+    found = lambda line, name, form: _shown(form, results[key]) if (key := name.format(line[0])) in results else ""
+    texts = ([*line, *(found(line, name, form) for _, name, form in columns)] for line in lines)
+    return [[*heads, *(head for head, *_ in columns)], *texts]
 
 
 def swarms(results) -> Rows:
@@ -130,24 +140,6 @@ def rule_for_long(results) -> Rows:
                 method = "normalized" if found["rate"] == "untrained" else method
                 steps = (figure(Value(*found["at steps"][t])) for t in ("20", "100", "200", "1000"))
                 rows.append([name, method, *steps])
-    return rows
-
-
-def rule_in_settings(results) -> Rows:
-    shown = {
-        "settings": "settings",
-        "at or above the best baseline": "at or above the best optimizer",
-        "above beyond the interval": "above, interval",
-        "below beyond the interval": "below, interval",
-        "below momentum beyond the interval": "below momentum, interval",
-        "of these without a warning": "below momentum without a warning",
-        "not finite": "not finite",
-    }
-    rows = [["rule", *shown.values()]]
-    first = results["config"].get("rules", ["images"])[0]  # older results do not say
-    for rule, steps in itertools.product((first, f"{first}, surrogate", "untrained"), results["config"]["horizons"]):
-        found = results[f"{rule}, {steps} steps"]
-        rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
     return rows
 
 
@@ -208,25 +200,6 @@ def noise(results) -> Rows:
             found = [r["against_smaller_batch"] for r in others]
             cells += [f"{min(found):.2f} to {max(found):.2f}", f"{last['against_smaller_batch']:.2f}"]
         rows.append([method, str(batch), f"{mine[0]['residual_bytes'] / 1e3:.0f}", *cells])
-    return rows
-
-
-def objectives(results) -> Rows:
-    rows = [["objective", "weight of held-out data", "held-out images", "seeds", "accuracy, %", "minus published's"]]
-    settings = {"published": (".3", "8"), "weight": (".7", "8"), "data": (".3", "64"), "held-out": (".7", "64")}
-    for name, setting in settings.items():
-        means = (figure(named(results, k)) if k in results else "" for k in (name, f"{name} minus published"))
-        rows.append([name, *setting, str(results[name]["seeds"]), *means])
-    return rows
-
-
-def ablation(results) -> Rows:
-    outcomes = {"ablated": "removed", "retrained": "trained without", "delayed": "steps to the threshold"}
-    rows = [["", *outcomes.values(), *(f"at equal width: {name}" for name in outcomes.values())]]
-    for kind in ("greedy", "viterbi", "gradient share", "viterbi, a sentence", "width"):
-        names = [f"correlation {kind} {how}{where}" for where in ("", " at equal width") for how in outcomes]
-        values = [_figure(results[n], "value", error="standard_error") if n in results else "" for n in names]
-        rows.append([kind, *values])
     return rows
 
 
