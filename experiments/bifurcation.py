@@ -23,29 +23,25 @@ from experiments.parts import chaotic_network
 from experiments.parts.chaotic_network import SIGMA, START, transition, transition_slope
 
 CLEAN, NOISY = "#1f3b73", "#d95f02"
+LOW, HIGH = 1.0, 3.5  # inverse temperatures
+SHOWN = (1.5, 2.25, 2.5, 3.0)  # of the trajectories that are drawn
 
 
-class Config(
-    harness.Config,
-    least={"betas": 2, "low": 0, "transient": 1, "steps": 1, "noisy_lanes": 2, "horizon": 1, "trajectories": 0},
-):
+class Config(harness.Config, least={"betas": 2, "transient": 1, "steps": 1, "noisy_lanes": 2, "horizon": 1}):
     """Options of this experiment."""
 
-    betas: int = 101  # how many inverse temperatures, from `low` to `high`.
-    low: float = 1.0  # the lowest.
-    high: float = 3.5  # the highest.
+    betas: int = 101  # how many inverse temperatures, from `LOW` to `HIGH`.
     transient: int = 1000  # steps before anything is measured.
     steps: int = 1000  # steps measured.
     noisy_lanes: int = 32  # trajectories of the noisy system, whose spread gives the exponent's standard error.
     horizon: int = 50  # of the loss.
-    trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)  # inverse temperatures of the trajectories shown.
 
 
 PAPER = Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    return [{"beta": round(float(beta), 6)} for beta in np.linspace(config.low, config.high, config.betas)]
+    return [{"beta": round(float(beta), 6)} for beta in np.linspace(LOW, HIGH, config.betas)]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -53,21 +49,16 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     u = np.full(1 + config.noisy_lanes, START[1] - START[0])  # the first without noise
     seen, growth = [], np.zeros(len(u))
     for step in range(config.transient + config.steps):
-        if step >= config.transient:
-            growth += _log_slope(u, beta)
+        if step >= config.transient:  # log |dg/du| is minus infinity at the maximum of g, and must not swallow a mean
+            growth += np.log(np.maximum(np.abs(transition_slope(u, beta)), 1e-12))
         seen.append(u)
         noise = np.pad(SIGMA * rng.standard_normal((2, config.noisy_lanes)), ((0, 0), (1, 0)))
         u = transition(u, beta) + noise[1] - noise[0]
     (clean, *noisy), attractor = growth / config.steps, [float(u[0]) for u in seen[-100:]]
-    return {
-        "lyapunov": float(clean),
-        "noisy_lyapunov": float(np.mean(noisy)),
-        "noisy_lyapunov_error": float(np.std(noisy, ddof=1) / np.sqrt(config.noisy_lanes)),
-        "period": _period(attractor),
-        "expected_loss": chaotic_network.exact(beta, [config.horizon])[config.horizon].loss,
-        "attractor": attractor,
-        "noisy_attractor": np.ravel([u[1:] for u in seen[-3:]]).tolist(),
-    }
+    result = {"lyapunov": clean, "period": _period(attractor), "attractor": attractor}
+    result |= {"noisy_lyapunov": np.mean(noisy), "noisy_lyapunov_error": harness.standard_error(noisy)}
+    loss = chaotic_network.exact(beta, [config.horizon])[config.horizon].loss
+    return result | {"expected_loss": loss, "noisy_attractor": np.ravel([u[1:] for u in seen[-3:]])}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -78,15 +69,10 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         positive = [row["beta"] for row in rows if row[name] > 0]
         figures[f"lowest_beta_of_positive_exponent_{label}"] = min(positive, default=None)
         figures[f"fraction_of_positive_exponents_{label}"] = len(positive) / len(rows)
-    figures["grid_spacing_of_beta"] = (config.high - config.low) / (config.betas - 1)
+    figures["grid_spacing_of_beta"] = (HIGH - LOW) / (config.betas - 1)
     columns = ("beta", "period", "lyapunov", "noisy_lyapunov", "noisy_lyapunov_error", "expected_loss")
     table = harness.table(rows[:: max(1, len(rows) // 10)], *columns)
     return harness.Report(figures, rows, table, _picture(config, records, rows))
-
-
-def _log_slope(u, beta):
-    """The growth log |dg/du|, bounded below: it is minus infinity at the maximum of g, and must not swallow a mean."""
-    return np.log(np.maximum(np.abs(transition_slope(u, beta)), 1e-12))
 
 
 def _period(attractor: list[float], longest: int = 32) -> int:
@@ -109,7 +95,7 @@ def _picture(config, records, rows):
     attractor.legend(loc="lower left", markerscale=8)
 
     rng = np.random.default_rng(config.seed)
-    for i, beta in enumerate(config.trajectories):
+    for i, beta in enumerate(SHOWN):
         paths = np.full((1, 21), start)  # the first one without noise
         for _ in range(config.horizon):
             noise = np.sqrt(2) * SIGMA * np.append(0, rng.standard_normal(20))
@@ -128,7 +114,7 @@ def _picture(config, records, rows):
     exponent.set(xlabel=r"$\beta$", ylabel="Lyapunov exponent, a step", ylim=(-2.5, 1.1))
     exponent.set_title("(c) Lyapunov exponent (cut below)")
 
-    fine = np.linspace(config.low, config.high, 4001)
+    fine = np.linspace(LOW, HIGH, 4001)
     x = np.full_like(fine, start)
     for _ in range(config.horizon - 1):
         x = transition(x, fine)

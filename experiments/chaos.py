@@ -31,6 +31,7 @@ from experiments import harness
 from experiments.parts import chaotic_network
 
 TOP = 1e4  # of the axis of variances
+RESAMPLES = 2000  # of the bootstrap
 NEW = "decoupled-CF"
 MIXED = ("TP", NEW)
 BASIC = ("RP", "LR", *MIXED)
@@ -39,7 +40,7 @@ COLOURS |= {"GS-LR": "#e7298a", "GS-TP": "#6a51a3", "GR": "#8c6d1f"}
 HORIZON_COLOURS = ("#9aa5b1", "#e0a100", "#c2255c", "#5f3dc4", "#087f5b", "#364fc7")
 
 
-class Config(harness.Config, least={"horizons": 1, "betas": 0, "estimates": 2, "lanes": 2, "resamples": 1}):
+class Config(harness.Config, least={"horizons": 1, "betas": 0, "estimates": 2, "lanes": 2}):
     """Options of this experiment.
 
     Attributes:
@@ -47,21 +48,16 @@ class Config(harness.Config, least={"horizons": 1, "betas": 0, "estimates": 2, "
       betas: inverse temperatures.
       estimates: repetitions of the gradient estimate, K.
       lanes: trajectories for each estimate, B.
-      resamples: of the bootstrap.
     """
 
     horizons: tuple[int, ...] = (10, 25, 50)
     betas: tuple[float, ...] = (1.0, 1.5, 2.0, 2.25, 2.4, 2.5, 2.6, 2.75, 3.0, 3.5)
     estimates: int = 100
     lanes: int = 1000
-    resamples: int = 2000
 
 
-PAPER = Config(
-    horizons=(10, 25, 50, 100),
-    betas=tuple(sorted([round(1 + 0.1 * i, 1) for i in range(26)] + [2.25, 2.45, 2.55, 2.75])),
-    estimates=800,
-)
+BETAS = tuple(sorted([round(1 + 0.1 * i, 1) for i in range(26)] + [2.25, 2.45, 2.55, 2.75]))
+PAPER = Config(horizons=(10, 25, 50, 100), betas=BETAS, estimates=800)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -95,14 +91,13 @@ def summarize(config: Any, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row = {"H": cell["H"], "beta": cell["beta"], "method": cell["method"]}
         row |= {"estimates": len(samples), "nonfinite": len(samples) - len(finite)}
         truth = chaotic_network.Exact(**exact[cell["beta"]][str(cell["H"])])
-        variance, low, high, mean, error = [float("nan")] * 5
+        variance, low, high, mean, error = [np.nan] * 5
         if len(finite) >= 2:
-            draws = _resampled_variances(config, cell, result)
-            variance, (low, high) = sample_variance(finite), harness.interval(draws)
-            mean, error = np.mean(finite), np.sqrt(variance / len(finite))
-        row |= {"variance": float(variance), "variance_low": low, "variance_high": high}
-        row |= {"mean": float(mean), "standard_error": float(error)}
-        row |= {"exact": truth.gradient, "exact_error": truth.error, "bias": float(mean - truth.gradient)}
+            low, high = harness.interval(_resampled_variances(config, cell, result))
+            variance, mean = sample_variance(finite), np.mean(finite)
+            error = np.sqrt(variance / len(finite))
+        row |= {"variance": variance, "variance_low": low, "variance_high": high, "mean": mean, "standard_error": error}
+        row |= {"exact": truth.gradient, "exact_error": truth.error, "bias": mean - truth.gradient}
         row["bias_in_standard_errors"] = row["bias"] / row["standard_error"] if error > 0 else float("nan")
         rows.append(row)
     return rows
@@ -134,11 +129,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         better, worse = sorted(group[m]["variance"] for m in ("RP", "LR"))
         for method in MIXED:
             row = group[method]
-            gains[horizon, beta, method] = figures[f"variance_ratio_{method}_{point}"] = {
-                "value": better / row["variance"],
-                "interval": harness.interval(np.minimum(draws["RP"], draws["LR"]) / draws[method]),
-                "naive_mixture": 1 + better / worse,
-            }
+            gain = {"value": better / row["variance"], "naive_mixture": 1 + better / worse}
+            gain["interval"] = harness.interval(np.minimum(draws["RP"], draws["LR"]) / draws[method])
+            gains[horizon, beta, method] = figures[f"variance_ratio_{method}_{point}"] = gain
             bias = {"value": row["bias"], "standard_error": row["standard_error"], "exact_gradient": row["exact"]}
             figures[f"bias_{method}_{point}"] = bias
     shown = []
@@ -153,7 +146,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 def _resampled_variances(config, cell, result):
     samples = np.array(result["estimates"], np.float64)
     finite = samples[np.isfinite(samples)]
-    return harness.bootstrap(finite, sample_variance, config.resamples, harness.cell_seed(config.seed + 1, cell))
+    return harness.bootstrap(finite, sample_variance, harness.cell_seed(config.seed + 1, cell), RESAMPLES)
 
 
 def _picture(config, by, gains):

@@ -33,6 +33,7 @@ from flax import nnx
 from apgrad import mplp
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
+Arrays = dict[str, np.ndarray]
 
 
 class Layout(NamedTuple):
@@ -126,9 +127,7 @@ def read(path: Path) -> np.ndarray:
     return numbers.astype(np.float32)
 
 
-def convert(
-    numbers: np.ndarray, layout: Layout | None = None, prior: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
+def convert(numbers: np.ndarray, layout: Layout | None = None, prior: np.ndarray | None = None) -> Arrays:
     """The arrays by name, as `mplp.load_published` takes them; a learned prior's are "prior/W0", "prior/b0" and so on.
 
     If no layout is given, it is that of the published network with as many numbers.
@@ -153,7 +152,7 @@ def convert(
     return arrays
 
 
-def load(arrays: dict[str, np.ndarray], layout: Layout) -> mplp.PerSynapse:
+def load(arrays: Arrays, layout: Layout) -> mplp.PerSynapse:
     """The rule, for a network of the layout, whose dense layers have two inputs and outputs if it has no sizes."""
     sizes = itertools.pairwise(layout.sizes or [2] * (1 + layout.layers.count("dense")))
     parts: list[Any] = [
@@ -166,7 +165,7 @@ def load(arrays: dict[str, np.ndarray], layout: Layout) -> mplp.PerSynapse:
     return mplp.load_published(arrays, mplp.sites(network, params, batch))
 
 
-def prior(arrays: dict[str, np.ndarray], params: Any) -> Any:
+def prior(arrays: Arrays, params: Any) -> Any:
     """The learned prior in a converted file, as parameters of a network like the given ones."""
     found = {}
     for j, (name, like) in enumerate(params.items()):
@@ -178,7 +177,7 @@ def prior(arrays: dict[str, np.ndarray], params: Any) -> Any:
     return found
 
 
-def _split(numbers: np.ndarray, wanted: list[tuple[str, tuple[int, ...]]], what: str) -> dict[str, np.ndarray]:
+def _split(numbers: np.ndarray, wanted: list[tuple[str, tuple[int, ...]]], what: str) -> Arrays:
     sizes = [math.prod(shape) for _, shape in wanted]
     if numbers.shape != (sum(sizes),):
         raise ValueError(f"the {what} has {numbers.size} numbers, its layout has {sum(sizes)} in {len(sizes)} arrays")
@@ -186,21 +185,18 @@ def _split(numbers: np.ndarray, wanted: list[tuple[str, tuple[int, ...]]], what:
     return {name: part.reshape(shape) for part, (name, shape) in zip(parts, wanted, strict=True)}
 
 
-def main(
-    file: Path, out: Path, /, prior: Path | None = None, network: Literal["auto", "sinusoid", "maml", "mnist"] = "auto"
-) -> None:
+def main(file: Path, out: Path, /, prior: Path | None = None) -> None:
     """Turns a checkpoint file of the MPLP authors into a file that `mplp.load_published` reads.
 
     Args:
       file: a checkpoint of the authors, .npy.
       out: the file to write, .npz.
       prior: the learned prior that belongs to the checkpoint, .npy.
-      network: whose checkpoint it is; "auto" tells by the number of numbers.
     """
     try:
         if out.suffix != ".npz":
             raise ValueError(f"the file to write ends in .npz, got {out}")
-        arrays = convert(read(file), LAYOUTS.get(network), None if prior is None else read(prior))
+        arrays = convert(read(file), prior=None if prior is None else read(prior))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     np.savez(out, **arrays)  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,6 @@ over its parameters. Seconds are the processor's.
 """
 
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +33,7 @@ from jax.tree_util import Partial
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts.networks import Layers, apply, layers
 
 METHODS: dict[str, Callable[[Any, Any, Any], Any]] = {  # of the control variate, the cost of a code, and the images
     "learned baseline": lambda control, cost, x: None,
@@ -89,27 +89,13 @@ def images(name: str) -> tuple[jax.Array, jax.Array, str]:
     return train, test, data.description
 
 
-def layers(key: jax.Array, sizes: tuple[int, ...]) -> list[dict[str, jax.Array]]:
-    """A network's parameters, layer by layer."""
-    layer = lambda key, n, m: {"w": jax.random.normal(key, (n, m)) / np.sqrt(n), "b": jnp.zeros(m)}
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [layer(key, *pair) for key, pair in zip(keys, itertools.pairwise(sizes), strict=True)]
-
-
-def apply(network: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
-    """The network's output, with tanh between layers."""
-    for layer in network[:-1]:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return x @ network[-1]["w"] + network[-1]["b"]
-
-
 def start(key: jax.Array, network: str, pixels: int, latents: int, method: str) -> Any:
     """The model's parameters, those of the baseline and those of the control variate."""
     hidden = (HIDDEN,) if network == "two-layer" else ()
     keys = jax.random.split(key, 4)
     rebar = {"log_temperature": jnp.float32(np.log(0.5)), "eta": jnp.float32(1.0)}
     *first, last = layers(keys[3], (latents + pixels, HIDDEN, 1))
-    network_alone = [*first, {"w": 0 * last["w"], "b": last["b"]}]  # it starts as 0
+    network_alone = [*first, (0 * last[0], last[1])]  # it starts as 0
     controls = {"REBAR": rebar, "RELAX": {**rebar, "network": network_alone}, "RELAX, black box": network_alone}
     controls["double control variates, 2"] = jnp.float32(1.0)
     return {
@@ -121,9 +107,9 @@ def start(key: jax.Array, network: str, pixels: int, latents: int, method: str) 
     }
 
 
-def of_relaxation(layers: list[dict[str, jax.Array]], z: jax.Array, x: jax.Array) -> jax.Array:
+def of_relaxation(network: Layers, z: jax.Array, x: jax.Array) -> jax.Array:
     """A network of the relaxation z of one lane's latents and the lane's image x, as a control variate."""
-    return apply(layers, jnp.concatenate([2 * jax.nn.sigmoid(2 * z) - 1, x]))[0]
+    return apply(network, jnp.concatenate([2 * jax.nn.sigmoid(2 * z) - 1, x]))[0]
 
 
 def rebar_and_network(cost: Callable[..., Any], control: dict[str, Any], z: jax.Array, x: jax.Array) -> jax.Array:
@@ -241,12 +227,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for (network, latents, method), results in groups.items():
         last = np.array([r["bound"][-1] for r in results])
         found = {"runs": len(results), "bound": float(last.mean()), "standard_error": harness.standard_error(last)}
-        found |= {
-            f"variance_{k}": float(np.mean([r["variance"][i] for r in results]))
-            for k, i in (("first", 1), ("last", -1))
-        }
-        seconds = np.median([1e3 * r["seconds"][-1] / r["steps"][-1] for r in results])
-        found["milliseconds_a_step"] = float(seconds)
+        for name, i in (("variance_first", 1), ("variance_last", -1)):
+            found[name] = float(np.mean([r["variance"][i] for r in results]))
+        found["milliseconds_a_step"] = float(np.median([1e3 * r["seconds"][-1] / r["steps"][-1] for r in results]))
         rows.append({"network": network, "latents": latents, "method": method, **found})
         figures[f"{network}, {latents} latents: {method}"] = found
     return harness.Report(figures, rows, harness.table(rows, *rows[0]), _figure(groups))
@@ -259,9 +242,8 @@ def _figure(groups):
     lines = dict(zip(settings, panels, strict=True))
     for (network, latents, method), results in groups.items():
         curves = {k: np.mean([r[k] for r in results], axis=0) for k in ("steps", "seconds", "bound", "variance")}
-        for axes, x, y in zip(
-            lines[network, latents], ("steps", "seconds", "steps"), ("bound", "bound", "variance"), strict=True
-        ):
+        pairs = (("steps", "bound"), ("seconds", "bound"), ("steps", "variance"))
+        for axes, (x, y) in zip(lines[network, latents], pairs, strict=True):
             axes.plot(curves[x][1:], curves[y][1:], color=colours[method], label=method, linewidth=1)
             axes.set(xlabel=x, ylabel=f"test {y}" if y == "bound" else "variance of the encoder's gradient")
     for (network, latents), line in lines.items():

@@ -38,7 +38,6 @@ from experiments.parts import linear_swarm
 COLOURS = {"LR, no baseline": "#f4a582", **{m: c for m, c in chaos.COLOURS.items() if m in linear_swarm.METHODS}}
 GAINS = tuple(itertools.product(("GS-LR", "GS-TP"), ("LR, no baseline", "LR")))
 GAINS += (("GS-TP", "TP"), ("GS-TP", "RP"), ("GR", "RP"))
-ENDS = ("value_low", "value_high")
 SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
 
 
@@ -56,16 +55,11 @@ class Config(
     lanes: tuple[int, ...] = (1000, 50)
     estimates: int = 60  # repetitions of the gradient estimate, K.
     reference: int = 100  # estimates by RP with 10,000 lanes, for a gradient that is not known exactly.
-    resamples: int = 1000  # of the bootstrap.
 
 
+WIDTHS = (linear_swarm.QUADRATIC, 1.0, 0.3, 0.1)
 PAPER = Config(
-    swarms=("tight", "broad", "bounded force"),
-    widths=(linear_swarm.QUADRATIC, 1.0, 0.3, 0.1),
-    horizons=(25, 10, 50),
-    lanes=(1000, 20, 100),
-    estimates=60,
-    reference=200,
+    swarms=tuple(linear_swarm.SWARMS), widths=WIDTHS, horizons=(25, 10, 50), lanes=(1000, 20, 100), reference=200
 )
 
 
@@ -128,9 +122,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         name = f"largest relative bias of {row['method']}, {row['swarm']}"
         biases[name] = max(biases.get(name, 0.0), row["bias"] if row["bias"] > row["bias_limit"] else 0.0)
     table = harness.table(rows, "swarm", "cost", "H", "B", "method", "rms_error", "bias", "bias_limit")
-    shown = [
-        {"gain": k, "value": g["value"], **dict(zip(ENDS, g["interval"], strict=True))} for k, g in largest.items()
-    ]
+    ends = lambda gain: dict(zip(("value_low", "value_high"), gain["interval"], strict=True))
+    shown = [{"gain": name, "value": gain["value"], **ends(gain)} for name, gain in largest.items()]
     table += "\n" + harness.table(shown, "gain", "value")
     return harness.Report(biases | largest | figures, rows, table, _picture(config, rows, figures))
 
@@ -149,7 +142,7 @@ def _cost(width):
 
 
 def _means(config, squares, seed):
-    return harness.bootstrap(squares, lambda x: x.mean(axis=-1), config.resamples, config.seed + seed)
+    return harness.bootstrap(squares, lambda x: x.mean(axis=-1), config.seed + seed)
 
 
 def _row(config, cell, estimates, truth):
@@ -164,9 +157,8 @@ def _row(config, cell, estimates, truth):
     spread = np.sqrt(2 * np.sum(np.cov(estimates.T) ** 2)) / len(estimates) + np.sqrt(2) * truth["error"] ** 2
     low, high = np.sqrt(harness.interval(_means(config, squares, 0))) / length
     row = {**cell, "cost": _cost(cell["width"]), "gradient": length, "gradient_error": truth["error"]}
-    row |= {"variance": variance, "rms_error": float(np.sqrt(squares.mean())) / length}
-    row |= {"rms_low": float(low), "rms_high": float(high), "bias": float(bias) / length}
-    return row | {"bias_limit": float(np.sqrt(4 * spread)) / length}, squares
+    row |= {"variance": variance, "rms_error": np.sqrt(squares.mean()) / length, "rms_low": low, "rms_high": high}
+    return row | {"bias": bias / length, "bias_limit": np.sqrt(4 * spread) / length}, squares
 
 
 def _picture(config, rows, gains):

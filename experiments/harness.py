@@ -39,7 +39,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
@@ -61,14 +61,8 @@ from apgrad._ground.files import locked, write_atomically
 Cell = Mapping[str, Any]
 """One point of an experiment's grid: names to strings and numbers."""
 
-STYLE: dict[Any, Any] = {
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.titlesize": 10,
-    "legend.fontsize": 7,
-    "lines.linewidth": 1.2,
-}
-STYLE |= {"lines.markersize": 4, "legend.frameon": False}
+STYLE: dict[Any, Any] = {"axes.grid": True, "grid.alpha": 0.25, "axes.titlesize": 10, "legend.fontsize": 7}
+STYLE |= {"lines.linewidth": 1.2, "lines.markersize": 4, "legend.frameon": False}
 
 
 @dataclass_transform(frozen_default=True)
@@ -180,15 +174,9 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
         report, picture = experiment.report(config, records), io.BytesIO()
         _label_decades(report.figure)
         FigureCanvasAgg(report.figure).print_png(picture)
-    header = {
-        **_fingerprint(experiment, config),
-        "setting": _setting(experiment, config),
-        "device": _device(),
-        "commits": sorted({c for record in stored.values() if (c := record.get("commit"))}),
-        "cells_finished": len(records),
-        "cells": len(cells),
-        "wall_seconds": round(seconds, 1),
-    }
+    header = {**_fingerprint(experiment, config), "setting": _setting(experiment, config), "device": _device()}
+    header["commits"] = sorted({c for record in stored.values() if (c := record.get("commit"))})
+    header |= {"cells_finished": len(records), "cells": len(cells), "wall_seconds": round(seconds, 1)}
     results = {**header, **report.figures, "rows": report.rows}
     comma_separated = io.StringIO(newline="")
     writer = csv.DictWriter(comma_separated, list(report.rows[0]))
@@ -303,7 +291,7 @@ def grid(**axes: Iterable[Any]) -> list[Cell]:
     return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
 
 
-def bootstrap(samples: np.ndarray, statistic: Callable[[np.ndarray], Any], resamples: int, seed: int) -> np.ndarray:
+def bootstrap(samples: np.ndarray, statistic: Any, seed: int, resamples: int = 1000) -> np.ndarray:
     """The statistic, which maps (..., n) to (...), of samples (n,) drawn with replacement: (resamples,) values."""
     rng = np.random.default_rng(seed)
     return statistic(samples[rng.integers(len(samples), size=(resamples, len(samples)))])
@@ -368,11 +356,9 @@ def bars(ax: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]], 
     ax.set_yticks(places, names)
 
 
-def averaged(
-    ax: Axes, x: Any, values: np.ndarray, resamples: int, seed: int, centre: Any = np.mean, **style: Any
-) -> None:
+def averaged(ax: Axes, x: Any, values: np.ndarray, seed: int, centre: Any = np.mean, **style: Any) -> None:
     """The mean, or another centre, of the rows of values (n, points), with its 95 % bootstrap intervals as a band."""
-    draws = (bootstrap(column, lambda v: centre(v, axis=-1), resamples, seed) for column in values.T)
+    draws = (bootstrap(column, lambda v: centre(v, axis=-1), seed) for column in values.T)
     band(ax, x, centre(values, axis=0), *np.transpose([interval(drawn) for drawn in draws]), **style)
 
 
@@ -448,9 +434,7 @@ def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
     path = folder / "cells" / "run"
     if not path.exists():
         if any(path.parent.glob("*.json")):
-            raise SystemExit(
-                f"{path.parent} has cells but no file 'run'. Delete it, or choose another folder with --out."
-            )
+            raise SystemExit(f"{path.parent} has cells but no 'run'. Delete it, or choose another folder with --out.")
         write_atomically(path, json.dumps(wanted, indent=1))
         return
     found = _read(path)

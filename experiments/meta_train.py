@@ -40,6 +40,8 @@ import apgrad as ap
 from apgrad import meta, mplp
 from experiments.parts import architectures, meta_curves, regression
 
+Name = Literal["sinusoid", "image_mlp", "images", "sequences", "convnets", "regression"]
+
 
 def step_function(z: jax.Array) -> jax.Array:
     """max(0, sign z), the paper's step."""
@@ -155,10 +157,8 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
 def members(name: str, images: tuple[str, ...] = ("digits", "mnist", "cifar10")) -> list[tuple[meta.Task, int]]:
     """The tasks of a family that are of some images, each with the number of its updates."""
     if name == "regression":
-        return [
-            (regression.teachers(i, o, hidden=hidden, activation=f, batch=batch, deviation=deviation), length)
-            for i, o, hidden, f, batch, deviation, length in REGRESSIONS
-        ]
+        names = ("inputs", "outputs", "hidden", "activation", "batch", "deviation")
+        return [(regression.teachers(**dict(zip(names, row, strict=False))), row[-1]) for row in REGRESSIONS]
     load = functools.cache(lambda name, side: meta.data.load(name, size=side))
     if name in LAYERED:
         make, networks = LAYERED[name]
@@ -207,18 +207,15 @@ def family_gradient(family: list[tuple[meta.Task, int]]) -> meta.OuterGradient:
 def timed(learner: meta.Learner, steps: Any) -> meta.Learner:
     """The learner, whose rule is told how many updates there will be, if it takes that."""
     told = lambda rule: rule.for_steps(steps) if isinstance(rule, mplp.Normalized) else rule
-    return meta.Learner(
-        lambda rule, params, batch: learner.init(told(rule), params, batch),
-        lambda rule, params, state, batch: learner.step(told(rule), params, state, batch),
-    )
+    init = lambda rule, *of: learner.init(told(rule), *of)
+    return meta.Learner(init, lambda rule, *of: learner.step(told(rule), *of))
 
 
 def schedule(steps: int, peak: float) -> optax.Schedule:
     """Constant for the first half, then a cosine to 0: until then a run can still be made longer or shorter."""
     half = steps // 2
-    return optax.join_schedules(
-        [optax.constant_schedule(peak), optax.cosine_decay_schedule(peak, steps - half)], [half]
-    )
+    falling = optax.cosine_decay_schedule(peak, steps - half)
+    return optax.join_schedules([optax.constant_schedule(peak), falling], [half])
 
 
 JUDGED: dict[str, dict[str, Any]] = {  # hidden widths, activation, minibatch
@@ -254,14 +251,7 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
     return results
 
 
-def main(
-    name: Literal["sinusoid", "image_mlp", "images", "sequences", "convnets", "regression"],
-    /,
-    out: Path,
-    steps: int = 3000,
-    seed: int = 0,
-    start: Path | None = None,
-) -> None:
+def main(name: Name, /, out: Path, steps: int = 3000, seed: int = 0, start: Path | None = None) -> None:
     """Trains a rule and writes it with its card.
 
     Args:

@@ -96,15 +96,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     figure, axes = harness.panels(1, len(config.horizons), (4.6 * len(config.horizons), 3.6))
     for ax, steps in zip(axes.flat, config.horizons, strict=True):
         for at, (rule, when) in enumerate(itertools.product(given, ("before", "after"))):
-            mean = lambda rule, when=when, steps=steps: np.array(
-                [
-                    np.nan_to_num(np.array(v[str(steps)], float)).mean()
-                    for k, v in given[rule].items()
-                    if k.endswith(when)
-                ]
-            )
-            ahead = mean(rule) - mean(WHOLE)
-            row = {"rule": rule, "training": when, "updates": steps, "accuracy": mean(rule).mean()}
+            of = lambda name, key=(when, str(steps)): [
+                mplp_settings.learned(v[key[1]]).mean() for k, v in given[name].items() if k.endswith(key[0])
+            ]
+            mine, whole = np.array(of(rule)), np.array(of(WHOLE))
+            ahead = mine - whole
+            row = {"rule": rule, "training": when, "updates": steps, "accuracy": mine.mean()}
             row |= {"ahead": ahead.mean(), "interval": mplp_settings.half_interval(ahead), "settings": len(ahead)}
             rows.append(row)
             figures[f"{rule}, {when}, {steps} updates"] = {k: row[k] for k in ("accuracy", "ahead", "interval")}
@@ -113,9 +110,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         ax.set(xlabel="points ahead of the whole rule", title=f"{steps} updates", yticks=range(len(labels)))
         ax.set_yticklabels(labels)
         ax.axvline(0, color="black", lw=0.8)
-    return harness.Report(
-        figures, rows, harness.table(rows, "rule", "training", "updates", "accuracy", "ahead"), figure
-    )
+    table = harness.table(rows, "rule", "training", "updates", "accuracy", "ahead")
+    return harness.Report(figures, rows, table, figure)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ import functools
 import itertools
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from apgrad import meta, mplp
 from experiments import harness
-from experiments.mplp_settings import OPTIMIZERS, Start, half_interval, learn, repeated, tuned
+from experiments.mplp_settings import OPTIMIZERS, Start, half_interval, learn, learned, repeated, tuned
 from experiments.parts import architectures, meta_curves
 
 PARTIAL = True
@@ -82,23 +81,13 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for ax, network in zip(axes.flat, config.networks, strict=True):
         found = {cell["method"]: result for cell, result in records if cell["network"] == network}
         for steps, (method, result) in itertools.product(config.horizons, found.items()):
-            given = {
-                name: np.nan_to_num(np.array(r[str(steps)]["accuracy"], float)) for name, r in found.items()
-            }  # what diverged learned nothing
-            mine = given[method]
+            of = {name: learned(r[str(steps)]["accuracy"]) for name, r in found.items()}
+            best = max((n for n in of if n in OPTIMIZERS), key=lambda n, of=of: of[n].mean(), default=method)
+            mine, ahead = of[method], of[method] - of[best]
             row = {"network": network, "updates": steps, "method": method, "accuracy": mine.mean()}
-            row |= {"accuracy_se": harness.standard_error(mine), "rate": result[str(steps)].get("rate")}
-            optimizers = [name for name in found if name in OPTIMIZERS]
-            best = max(optimizers, key=lambda name, given=given: given[name].mean(), default=method)
-            ahead = mine - given[best]
-            half = half_interval(ahead)
-            row |= {
-                "best": best,
-                "ahead": ahead.mean(),
-                "ahead_low": ahead.mean() - half,
-                "ahead_high": ahead.mean() + half,
-            }
-            rows.append(row)
+            row |= {"accuracy_se": harness.standard_error(mine), "rate": result[str(steps)].get("rate"), "best": best}
+            lead, half = ahead.mean(), half_interval(ahead)
+            rows.append(row | {"ahead": lead, "ahead_low": lead - half, "ahead_high": lead + half})
         for method in found:
             points = [r for r in rows if (r["network"], r["method"]) == (network, method)]
             x, y, error = ([r[k] for r in points] for k in ("updates", "accuracy", "accuracy_se"))
@@ -108,12 +97,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         ax.set_xticks(config.horizons, map(str, config.horizons))
         ax.minorticks_off()
     axes.flat[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figures = {
-        f"{r['network']}, {r['updates']} updates, {r['method']}": {
-            k: r[k] for k in ("accuracy", "accuracy_se", "ahead")
-        }
-        for r in rows
-    }
+    shown = ("accuracy", "accuracy_se", "ahead")
+    figures = {f"{r['network']}, {r['updates']} updates, {r['method']}": {k: r[k] for k in shown} for r in rows}
     table = harness.table(rows, "network", "updates", "method", "accuracy", "best", "ahead")
     return harness.Report(figures, rows, table, figure)
 

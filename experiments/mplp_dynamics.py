@@ -42,9 +42,7 @@ class Config(meta_curves.Config):
     steps: int = 150
 
 
-PAPER = Config(
-    sizes=(1, 8), seeds=5, steps=120_000, hidden=50, widths=(20, 20), tasks=1, judged=20, **meta_curves.THESIS
-)
+PAPER = Config(sizes=(1, 8), seeds=5, steps=120_000, hidden=50, widths=(20, 20), judged=20, **meta_curves.THESIS)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -115,8 +113,6 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         rows.append({**cell, "first": result["judged"][0], "last": last, "skipped": result["skipped"]})
         label = f"{'batch norm' if cell['norm'] else 'none'}, {'learned rate' if cell['rate'] else 'fixed rate'}"
         curves.setdefault(f"k = {cell['k']}", {}).setdefault(label, []).append(result["judged"][1:])
-    if not rows:
-        raise SystemExit("optimizers are tuned, but no rule is trained")
     lines = {f"tuned {name}": figures[name]["judged"] for name in BASELINES if name in figures}
     for panel, labels in curves.items():
         for label, seeds in labels.items():

@@ -25,9 +25,9 @@ step; of the rule, of the published checkpoint (where it is at hand, see `experi
 SGD at the best of their rates. On MNIST the same rule also runs with a step function for the sigmoid, and in a
 784-100-10 network on 28x28 images. The paper's SGD has 14.7 %, at a rate that was not tuned.
 
-*Differences.* The published scale of a standardizer is not bounded, and is about 1,000 for biases, which are near zero
-while it is fitted. `max_scale` bounds it; the paper preset has no bound, as published. The published training on MNIST
-goes through 375 streams of 160 images again and again; ours draws each minibatch afresh.
+The scale of a standardizer is not bounded, as published, and is about 1,000 for biases, which are near zero while it is
+fitted. The published training on MNIST goes through 375 streams of 160 images again and again; ours draws each
+minibatch afresh.
 
 The report takes any of the cells. A training goes on where it was killed: its checkpoints are in the folder of the
 cells.
@@ -61,14 +61,13 @@ Objective = Literal["published", "weight", "data", "held-out"]
 PUBLISHED = {"sinusoid": 0.0013, "mnist": 48.95, "mnist, step": 43.1, "mnist, 784-100-10": 37.6}
 
 
-class Config(harness.Config, least={"runs": 2, "max_scale": 0}, among={"studies": POOLS}):
+class Config(harness.Config, least={"runs": 2}, among={"studies": POOLS}):
     """Options of this experiment."""
 
     studies: tuple[str, ...] = ("sinusoid",)  # of "sinusoid" and "mnist".
     sinusoid_steps: int = 30  # outer steps.
     mnist_steps: int = 20  # outer steps.
     objective: Objective = "published"  # "published", "held-out", "weight" or "data"; see the top of the file.
-    max_scale: float = 0.0  # of the standardizers; 0 for no bound.
     # whether the rule also sees the true gradient beside each message: the hybrid of the paper's section 5.
     gradient: bool = False
     runs: int = 10  # networks and tasks that a rule is judged on.
@@ -92,7 +91,7 @@ def task_of(study: str, *, judged: bool = False, transfer: str | None = None) ->
     return made._replace(network=network, prior=prior, loss=network.mean_loss)
 
 
-def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **options: Any) -> mplp.PerSynapse:
+def new_rule(study: str, task: meta.Task, seed: int, **options: Any) -> mplp.PerSynapse:
     """The rule at its random start, with standardizers fitted as published; options in place of the published ones."""
     sizes = {"message_size": 8, "hidden": 15} if study == "sinusoid" else {"message_size": 4, "hidden": 7}
     options = {**sizes, "share": study == "mnist", **options}
@@ -104,10 +103,17 @@ def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **
         drawn = task.draw(keys[0])
         batches = jax.vmap(lambda key: task.batch(drawn, key))(jax.random.split(keys[1], STEPS[study]))
         prior = task.prior(keys[2])
-        return mplp.fit_standardizers(rule, task.network, prior, batches, blend=blend, max_scale=max_scale)
+        return mplp.fit_standardizers(rule, task.network, prior, batches, blend=blend, max_scale=None)
 
     many = jax.jit(lambda rule, keys: jax.lax.scan(lambda rule, key: (fitted(rule, key), None), rule, keys)[0])
     return many(rule, jax.random.split(jax.random.key(seed + 1), rounds))
+
+
+def judging(config: Any, study: str, transfer: str | None = None) -> tuple[meta.Task, tuple[Any, ...]]:
+    """The tasks that all are judged on, and how: the seed, how many, their steps, and what is measured."""
+    test = task_of(study, judged=True, transfer=transfer)
+    measure = None if study == "sinusoid" else lambda p, b: 100 * meta.accuracy(test, p, b)
+    return test, (config.seed, config.runs, STEPS[study], measure)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -118,14 +124,8 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Errors, or accuracies in percent, (runs, steps + 1): the same tasks for all that is judged."""
     study, method = cell["study"], cell["method"]
-
-    def judged(transfer=None):
-        test = task_of(study, judged=True, transfer=transfer)
-        measure = None if study == "sinusoid" else lambda p, b: 100 * meta.accuracy(test, p, b)
-        return test, (config.seed, config.runs, STEPS[study], measure)
-
     if method in RATES[study]:
-        test, how = judged()
+        test, how = judging(config, study)
         curves, sweep = meta_curves.tuned(test, RATES[study][method], *how)
         return {"curve": curves.tolist(), **sweep}
     task = task_of(study)
@@ -139,24 +139,18 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     else:
         steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
         options = {"objective": config.objective, "gradient": config.gradient}
-        outer, optimizer, rule = training(study, task, seed, config.max_scale or None, **options)
+        outer, optimizer, rule = training(study, task, seed, **options)
         saved = harness.checkpoint(config, cell)
         rule, losses, _ = meta_curves.train(outer, optimizer, rule, seed, steps, 100, saved)  # a hundred stretches
     found: dict[str, Any] = {"losses": losses}
     for name in ("curve", *(TRANSFERS if study == "mnist" else ())):
-        test, how = judged(None if name == "curve" else name)
+        test, how = judging(config, study, None if name == "curve" else name)
         found[name] = meta_curves.evaluation(test, meta.message_passing(test.network), *how)(rule).tolist()
     return found
 
 
 def training(
-    study: str,
-    task: meta.Task,
-    seed: int,
-    max_scale: float | None,
-    objective: Objective = "published",
-    rate: float | None = None,
-    **options: Any,
+    study: str, task: meta.Task, seed: int, objective: Objective = "published", rate: Any = None, **options: Any
 ) -> tuple[meta.OuterGradient, optax.GradientTransformation, mplp.PerSynapse]:
     """The outer gradient, the published outer optimizer (or Adam at another rate), and the rule at its start."""
     pooled = pooled_task(study, task, seed)
@@ -167,7 +161,7 @@ def training(
     problem = meta.inner_problem(pooled, learner, STEPS[study], hint=hint, held_out=held_out)
     outer = meta.reverse_mode(problem)
     outer = meta.batched(outer, 4) if study == "sinusoid" else outer
-    return outer, outer_optimizer(study, rate), new_rule(study, pooled, seed, max_scale, **options)
+    return outer, outer_optimizer(study, rate), new_rule(study, pooled, seed, **options)
 
 
 def pooled_task(study: str, task: meta.Task, seed: int) -> meta.Task:
@@ -191,10 +185,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         for label, key in [("", "curve"), *((f", {t}", t) for t in TRANSFERS if t in result)]:
             found, name = meta_curves.along(np.array(result[key])), cell["method"] + label
             figures[f"{study}, {name}"] = found[-1] | {k: result[k] for k in ("rate", "sweep") if k in result}
+            rows += [{"study": study, "method": name, "step": t, **values} for t, values in enumerate(found)]
             mean, error = (np.array([v[k] for v in found]) for k in ("mean", "standard_error"))
-            values = zip(mean.tolist(), error.tolist(), strict=True)
-            row = {"study": study, "method": name}
-            rows += [row | {"step": t, "mean": m, "standard_error": e} for t, (m, e) in enumerate(values)]
             shown.append(rows[-1] | {"published": PUBLISHED.get(f"{study}{label}")})
             style = {"color": f"C{METHODS.index(cell['method'])}", "linestyle": STYLES[key]}
             left.errorbar(np.arange(len(mean)), mean, yerr=2 * error, label=name, **style)

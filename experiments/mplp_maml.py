@@ -45,7 +45,6 @@ class Config(harness.Config):
     tasks: int = 4  # in an outer batch.
     runs: int = 20  # tasks to judge by.
     rate: float = 1e-3  # Adam's.
-    inner_rate: float = 0.05  # of MAML's gradient descent.
 
 
 PAPER = Config(steps=258_202, runs=100, rate=1e-4)
@@ -73,8 +72,7 @@ def outer_gradient(config: Config, method: str, seed: int) -> tuple[meta.Learner
         rule = jax.jit(lambda rule: mplp.fit_standardizers(rule, task.network, prior, batches))(rule)
         learner, theta = meta.message_passing(task.network), meta.WithPrior(rule, prior)
     else:
-        rate = config.inner_rate
-        learner, theta = meta.optimizer(lambda _: optax.sgd(rate), task.loss), meta.WithPrior((), prior)
+        learner, theta = meta.optimizer(lambda _: optax.sgd(0.05), task.loss), meta.WithPrior((), prior)
     problem = meta.inner_problem(task, learner, STEPS, hint=0.0, held_out=1.0, learn_prior=True)
     return learner, meta.batched(meta.reverse_mode(problem), config.tasks), theta
 
@@ -111,9 +109,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         found = meta_curves.along(np.array(result[start]))
         name = f"{cell['method']}, {'learned prior' if start == 'prior' else 'random prior'}"
         figures[name] = found[-1]
-        for t, values in enumerate(found):
-            row = {**cell, "prior": start, "step": t, "mean": values["mean"]}
-            rows.append(row | {"standard_error": values["standard_error"]})
+        rows += [{**cell, "prior": start, "step": t, **values} for t, values in enumerate(found)]
         shown.append({"half squared error after": name, **{f"{t} steps": v["mean"] for t, v in enumerate(found)}})
         shown[-1][f"{STEPS} steps_se"] = found[-1]["standard_error"]
     figure, ((*axes, last),) = harness.panels(1, len(records) + 1, (4.2 * (len(records) + 1), 3.4))

@@ -79,14 +79,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Test accuracy in percent before and after each step, (runs, steps + 1)."""
     setting = SETTINGS[cell["setting"]]
     learned = cell["method"] == "MPLP"
-    task = meta.images(
-        meta.data.load(setting.data, size=setting.size),
-        hidden=setting.hidden,
-        activation=step_function if setting.step and learned else jax.nn.sigmoid,
-        batch=setting.batch,
-        held_out=1000 if setting.data != "digits" else 360,
-        split="test",
-    )
+    activation = step_function if setting.step and learned else jax.nn.sigmoid
+    options = {"held_out": 1000 if setting.data != "digits" else 360, "split": "test", "batch": setting.batch}
+    images = meta.data.load(setting.data, size=setting.size)
+    task = meta.images(images, hidden=setting.hidden, activation=activation, **options)
     judged = config.seed, config.runs, setting.steps, lambda p, b: 100 * meta.accuracy(task, p, b)
     if not learned:
         curves, found = meta_curves.tuned(task, OPTIMIZERS[cell["method"]], *judged)

@@ -35,12 +35,8 @@ from experiments import harness, mplp_from_random, mplp_published
 from experiments.parts import meta_curves
 
 PARTIAL = True
-OBJECTIVES: dict[mplp_from_random.Objective, tuple[float, int]] = {
-    "published": (0.3, 8),
-    "weight": (0.7, 8),
-    "data": (0.3, 64),
-    "held-out": (0.7, 64),
-}
+OBJECTIVES: dict[mplp_from_random.Objective, Any] = {"published": (0.3, 8), "weight": (0.7, 8)}
+OBJECTIVES |= {"data": (0.3, 64), "held-out": (0.7, 64)}
 """The weight and the number of the held-out images."""
 
 
@@ -99,7 +95,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         path = mplp_published.folder() / "mplp_published" / "mnist.npz"
         start: Any = mplp.load_published(path, meta_curves.sites(task))
     else:
-        start = mplp_from_random.new_rule("mnist", task, seed, None)
+        start = mplp_from_random.new_rule("mnist", task, seed)
     count = len(config.objectives)
     objectives = jnp.array([OBJECTIVES[name] for name in config.objectives])
     rules = meta_curves.Numbered(jax.tree.map(lambda x: jnp.stack([x] * count), start), objectives)
@@ -109,10 +105,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     trained, losses, skipped = meta_curves.train_together(outer, optimizer, rules, keys, config.steps, stretches, saved)
 
     def judged(transfer):
-        test = mplp_from_random.task_of("mnist", judged=True, transfer=transfer)
-        accuracy = lambda params, batch: 100 * meta.accuracy(test, params, batch)
-        learner, steps = meta.message_passing(test.network), mplp_from_random.STEPS["mnist"]
-        of = meta_curves.evaluation(test, learner, config.seed, config.runs, steps, accuracy)
+        test, how = mplp_from_random.judging(config, "mnist", transfer)
+        of = meta_curves.evaluation(test, meta.message_passing(test.network), *how)
         each = [of(jax.tree.map(operator.itemgetter(i), trained.rule)) for i in range(count)]
         return {"start": of(start), "curve": np.array(each)}
 

@@ -45,7 +45,7 @@ PARTIAL = True
 DRAWN = 20261124
 IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
 RULES = ("images", "untrained", "image_mlp")
-TOGETHER = 4  # runs of one compiled call
+TOGETHER = 4  # runs side by side
 
 
 class Setting(NamedTuple):
@@ -180,16 +180,12 @@ def learn(task: meta.Task, learner: meta.Learner, score: Any = meta.accuracy) ->
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()  # NaN is some class, too
         return jnp.where(finite, 100 * score(task, params, start.judged), jnp.nan)
 
-    call = jax.jit(jax.vmap(one, in_axes=(0, 0, None)))
-
+    @jax.jit
     def over(thetas, starts, steps):
-        count = len(starts.keys)
-        places = [i % count for i in range(-(-count // TOGETHER) * TOGETHER)]  # filled up to whole calls
-        parts = [np.array(places[i : i + TOGETHER]) for i in range(0, len(places), TOGETHER)]
-        take = lambda tree, part: jax.tree.map(lambda x: x[part], tree)
-        return np.concatenate([call(take(thetas, part), take(starts, part), steps) for part in parts])[:count]
+        together = min(TOGETHER, len(starts.keys))
+        return jax.lax.map(lambda each: one(*each, steps), (thetas, starts), batch_size=together)
 
-    return over
+    return lambda *args: np.asarray(over(*args))
 
 
 @functools.lru_cache(maxsize=1)
@@ -253,6 +249,11 @@ def repeated(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
+def learned(accuracies: list[float]) -> np.ndarray:
+    """The accuracies of runs, 0 of those that diverged: they learned nothing."""
+    return np.nan_to_num(np.array(accuracies, float))
+
+
 def half_interval(values: np.ndarray) -> float:
     """Half the width of the 95 % interval of a mean, by Student's t."""
     return float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
@@ -269,16 +270,14 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         if config.rules[0] in methods and draw_setting(number, config.images).activation != "step":
             methods[config.surrogate] = methods[config.rules[0]]
         for steps in config.horizons:
-            given = {
-                name: np.array(result["horizons"][str(steps)]["accuracy"], float) for name, result in methods.items()
-            }
-            accuracy = {name: np.nan_to_num(found) for name, found in given.items()}  # what diverged learned nothing
+            given = {name: result["horizons"][str(steps)]["accuracy"] for name, result in methods.items()}
+            accuracy = {name: learned(found) for name, found in given.items()}
             best = max(OPTIMIZERS, key=lambda name: accuracy[name].mean())
             for rule in (rule for rule in (*config.rules, config.surrogate) if rule in methods):
                 row: dict[str, Any] = {"setting": number, "images": str(draw_setting(number, config.images))}
-                row |= {"steps": steps, "rule": rule}
-                row |= {"warned": methods[rule]["warned"], "accuracy": accuracy[rule].mean()}
-                row |= {"finite": bool(np.isfinite(given[rule]).all()), "best baseline": best}
+                row |= {"steps": steps, "rule": rule, "warned": methods[rule]["warned"]}
+                finite = np.isfinite(np.array(given[rule], float)).all()
+                row |= {"accuracy": accuracy[rule].mean(), "finite": bool(finite), "best baseline": best}
                 for name, other in (("best", best), ("momentum", "momentum")):
                     ahead = accuracy[rule] - accuracy[other]
                     row |= {name: accuracy[other].mean(), f"ahead of {name}": ahead.mean()}

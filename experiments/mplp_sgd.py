@@ -52,12 +52,11 @@ class Config(meta_curves.Config):
     segment: int = 10
     hidden: int = 40
     learning_rate: float = 0.01
-    start: str = "random"  # of the rule; "random" in the thesis.
     visited: int = 5  # tasks whose inputs make the ranges.
 
 
 THESIS: Any = meta_curves.THESIS | {"length": 200}
-PAPER = Config(steps=300_000, hidden=80, widths=(20, 20), tasks=1, visited=20, **THESIS)
+PAPER = Config(steps=300_000, hidden=80, widths=(20, 20), visited=20, **THESIS)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -71,7 +70,7 @@ def task_family(config: Config) -> meta.Task:
 
 def new_rule(config: Config, seed: int) -> mplp.Thesis:
     """The rule at its start."""
-    options = {"message_size": 1, "batch_norm": False, "learn_rate": False, "see_loss": False, "start": config.start}
+    options = {"message_size": 1, "batch_norm": False, "learn_rate": False, "see_loss": False}
     return meta_curves.thesis_rule(config, task_family(config), seed, **options)
 
 
@@ -94,14 +93,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     adam, judge = meta_curves.thesis_adam(config.rate), lambda rule: np.array([meta_curves.total_loss(evaluate(rule))])
     found = meta_curves.judged_cell(config, cell, outer, adam, new_rule(config, seed), judge, seed)
     ranges = visited_ranges(config, found.best, jax.random.key(seed))
-    return {
-        "eval": evaluate(found.best).tolist(),
-        "judged": found.judgements[:, 0].tolist(),
-        "losses": found.losses.tolist(),
-        "skipped": found.skipped,
-        "surfaces": {name: surface(found.best, name, ranges[name]) for name in SURFACES},
-        "example": meta_curves.example(task, learner, found.best, config.length)[shown(config)].tolist(),
-    }
+    example = meta_curves.example(task, learner, found.best, config.length)[shown(config)]
+    result = {"eval": evaluate(found.best), "judged": found.judgements[:, 0], "losses": found.losses}
+    surfaces = {name: surface(found.best, name, ranges[name]) for name in SURFACES}
+    return result | {"skipped": found.skipped, "surfaces": surfaces, "example": example}
 
 
 class Recorder(NamedTuple):
@@ -162,10 +157,8 @@ def visited_ranges(config: Config, rule: mplp.Thesis, key: jax.Array) -> dict[st
     gather = lambda kind, name: np.concatenate([np.ravel(v[name]) for place, v in seen.items() if kind in place])
     kinds = {"f": "dense", "g_lin": "dense", "g_relu": "activation", "g_loss": "loss"}
     percentiles = lambda values: [float(v) for v in np.nanpercentile(values, [1, 99])]
-    return {
-        function: [percentiles(gather(kinds[function], name)) for name in labels]
-        for function, (_, labels, _) in SURFACES.items()
-    }
+    of = lambda function: [percentiles(gather(kinds[function], name)) for name in SURFACES[function][1]]
+    return {function: of(function) for function in SURFACES}
 
 
 def surface(rule: Any, name: str, ranges: list[list[float]]) -> dict[str, Any]:
@@ -175,8 +168,7 @@ def surface(rule: Any, name: str, ranges: list[list[float]]) -> dict[str, Any]:
     a, b = (jnp.asarray(x, jnp.float32) for x in np.meshgrid(*axes, indexing="ij"))
     learned = rule.networks[key](a.reshape(-1, 1), b.reshape(-1, 1))[:, 0]
     descent = exact(a, b).reshape(-1)
-    correlation = float(np.corrcoef(learned, descent)[0, 1])
-    return {"learned": np.asarray(learned).tolist(), "ranges": ranges, "correlation": correlation}
+    return {"learned": learned, "ranges": ranges, "correlation": np.corrcoef(learned, descent)[0, 1]}
 
 
 def shown(config: Config) -> list[int]:

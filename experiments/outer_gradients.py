@@ -39,6 +39,7 @@ from experiments import harness
 from experiments.outer_training import one_task
 
 SEGMENT, TASKS, LANES = 5, 32, 32
+SIGMA = 0.03  # deviation of the perturbations, of theta and (total propagation) of the iterates
 OBJECTIVES = dict.fromkeys(("BPTT", "truncated", "forward"), "nearly exact")
 OBJECTIVES |= {"ES": "smoothed", "truncated ES": "smoothed", "PES": "by segment", "ES-Single": "smoothed"}
 OBJECTIVES["total propagation"] = "noise"
@@ -53,7 +54,6 @@ class Config(harness.Config, multiples={"lengths": SEGMENT}):
     lengths: tuple[int, ...] = (5, 20)  # T.
     estimates: int = 200  # for each cell.
     reference: int = 50_000  # samples of a reference.
-    sigma: float = 0.03  # deviation of the perturbations, of theta and (total propagation) of the iterates.
 
 
 PAPER = Config(lengths=(5, 10, 20, 40, 80), estimates=2000, reference=2_000_000)
@@ -73,22 +73,22 @@ def problem(length: int) -> meta.Problem:
     return meta.Problem(init, step, lambda theta, s: jnp.zeros((), theta.dtype), length)
 
 
-def estimator(name: str, length: int, sigma: float) -> tuple[meta.OuterGradient, int]:
+def estimator(name: str, length: int) -> tuple[meta.OuterGradient, int]:
     """The estimator, and how many estimates in a row make one unroll."""
     p = problem(length)
     if name == "total propagation":
-        return meta.batched(meta.perturbed(p, sigma=sigma, unrolls=TASKS // 2), 2), 1
+        return meta.batched(meta.perturbed(p, sigma=SIGMA, unrolls=TASKS // 2), 2), 1
     goes_on = name in ("truncated", "truncated ES", "PES", "ES-Single")
     name = {"BPTT": "reverse mode", "forward": "forward mode"}.get(name, name)
-    return meta.batched(one_task(p, name, SEGMENT, sigma), TASKS), length // SEGMENT if goes_on else 1
+    return meta.batched(one_task(p, name, SEGMENT, SIGMA), TASKS), length // SEGMENT if goes_on else 1
 
 
 @functools.cache
-def sampler(name: str, length: int, sigma: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def sampler(name: str, length: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """`(theta, keys) -> samples of a derivative`, jitted: an estimator's estimates or a reference's samples."""
     p, batch = problem(length), 10_000
     if name == "reference, noise":
-        one, batch = meta.perturbed(p, sigma=sigma, unrolls=LANES, estimator=ap.likelihood_ratio()), 1000
+        one, batch = meta.perturbed(p, sigma=SIGMA, unrolls=LANES, estimator=ap.likelihood_ratio()), 1000
     elif name == "reference, by segment":
         # One theta for each segment; the derivative is with all of them.
         def step(thetas, state):
@@ -97,12 +97,12 @@ def sampler(name: str, length: int, sigma: float) -> Callable[[jax.Array, jax.Ar
             return (s, t + 1), loss
 
         init = lambda thetas, key: (p.init(thetas[0], key), jnp.zeros((), int))
-        one = meta.evolution(p._replace(init=init, step=step), sigma=sigma)
+        one = meta.evolution(p._replace(init=init, step=step), sigma=SIGMA)
     elif name in ("reference, smoothed", "reference, nearly exact"):
-        one = meta.evolution(p, sigma=sigma if name == "reference, smoothed" else sigma / 10)
+        one = meta.evolution(p, sigma=SIGMA if name == "reference, smoothed" else SIGMA / 10)
     else:
         one, batch = None, 50
-        estimate, segments = estimator(name, length, sigma)
+        estimate, segments = estimator(name, length)
 
     def draw(theta, key):
         if one is not None:
@@ -126,7 +126,7 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    name, draw = cell["estimator"], sampler(cell["estimator"], cell["T"], config.sigma)
+    name, draw = cell["estimator"], sampler(cell["estimator"], cell["T"])
     count = config.reference if name.startswith("reference") else config.estimates
     count = count // LANES if name == "reference, noise" else count
     values = draw(jnp.float32(cell["theta"]), jax.random.split(jax.random.key(seed), count))

@@ -118,20 +118,15 @@ def learned_rule(loss: Callable[[Any, Any], jax.Array], length: int) -> meta.Lea
 def new_rule(rate: float, key: jax.Array) -> dict[str, jax.Array]:
     """Meta-parameters of gradient descent at a rate."""
     features = len(DECAYS) + 3
-    return {
-        "kernel_0": jax.random.normal(key, (HIDDEN, features)) / features**0.5,
-        "bias_0": jnp.zeros(HIDDEN),
-        "kernel_1": jnp.zeros((2, HIDDEN)),
-        "bias_1": jnp.zeros(2),
-        "log_rate": jnp.log(jnp.asarray(rate, float)),
-    }
+    rule = {"kernel_0": jax.random.normal(key, (HIDDEN, features)) / features**0.5, "bias_0": jnp.zeros(HIDDEN)}
+    rule |= {"kernel_1": jnp.zeros((2, HIDDEN)), "bias_1": jnp.zeros(2)}
+    return rule | {"log_rate": jnp.log(jnp.asarray(rate, float))}
 
 
 def rule_bed(length: int, judged: int) -> Bed:
     """A rule for T steps."""
-    task = meta.sinusoid(
-        sizes=(1, 16, 1), activation=jnp.tanh, amplitude=(1.0, 1.0), batch=16, held_out=32, deviation=None
-    )
+    options: dict[str, Any] = {"amplitude": (1.0, 1.0), "batch": 16, "held_out": 32, "deviation": None}
+    task = meta.sinusoid(sizes=(1, 16, 1), activation=jnp.tanh, **options)
     learner = learned_rule(task.loss, length)
     problem = meta.inner_problem(task, learner, length, hint=1.0, held_out=0.0, hint_before=True)
 
@@ -190,13 +185,11 @@ def clipped(problem: meta.Problem, tasks: int, factor: float | None) -> meta.Out
 
     gradient = ap.value_and_grad(program, tasks, check_nan=False)
     if factor is not None:
-        return meta.OuterGradient(
-            lambda theta, key: (), lambda theta, key, carry: (*gradient(key, theta, factor), carry)
-        )
+        estimate = lambda theta, key, carry: (*gradient(key, theta, factor), carry)
+        return meta.OuterGradient(lambda theta, key: (), estimate)
     made = ap.multilevel(gradient)
-    return meta.OuterGradient(
-        lambda theta, key: made.init(key, theta), lambda theta, key, carry: made.value_and_grad(key, carry, theta)
-    )
+    estimate = lambda theta, key, carry: made.value_and_grad(key, carry, theta)
+    return meta.OuterGradient(lambda theta, key: made.init(key, theta), estimate)
 
 
 def finite(outer: meta.OuterGradient, times: int) -> meta.OuterGradient:
@@ -223,18 +216,14 @@ def many(outer: meta.OuterGradient, seed: jax.Array) -> meta.OuterGradient:
     return meta.OuterGradient(lambda theta, key: jax.vmap(outer.init)(theta, keys(key)), estimate)
 
 
-def optimizer_of(rate: Any) -> optax.GradientTransformation:
-    """Gradients clipped to a norm of 1, then Adam."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
-
-
 def optimizers(rates: jax.Array) -> optax.GradientTransformation:
-    """An optimizer for each of many trainings."""
+    """An optimizer for each of many trainings: gradients clipped to a norm of 1, then Adam."""
+    of = lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
 
     def update(updates, state, params=None):
-        return jax.vmap(lambda rate, g, s: optimizer_of(rate).update(g, s))(rates, updates, state)
+        return jax.vmap(lambda rate, g, s: of(rate).update(g, s))(rates, updates, state)
 
-    return optax.GradientTransformation(jax.vmap(optimizer_of(0.0).init), update)
+    return optax.GradientTransformation(jax.vmap(of(0.0).init), update)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -278,14 +267,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     training = many(outer, which), optimizers(rates), theta, seed, points * steps, points
     found = meta_curves.judged_training(*training, judgement, harness.checkpoint(config, cell))
     curves = found.judgements[:, 1:-1].T.reshape(len(bed.starts), len(config.rates), config.seeds, -1)
-    result: dict[str, Any] = {
-        "curves": {start: c.tolist() for start, c in zip(bed.starts, curves, strict=True)},
-        # The stretch that compiles is no median's.
-        "seconds a step": float(np.median(found.judgements[1:, -1])) / steps / len(lanes),
-    }
-    if cell["bed"] == BALANCE:
-        result |= bias(config, cell, seed)
-    return result
+    pace = float(np.median(found.judgements[1:, -1])) / steps / len(lanes)  # the stretch that compiles is no median's
+    result = {"curves": dict(zip(bed.starts, curves, strict=True)), "seconds a step": pace}
+    return result | (bias(config, cell, seed) if cell["bed"] == BALANCE else {})
 
 
 def bias(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

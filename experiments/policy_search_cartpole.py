@@ -47,8 +47,7 @@ from scipy.stats import binomtest
 import apgrad as ap
 from experiments import harness
 from experiments.parts import policies
-from experiments.parts.systems import runge_kutta
-from experiments.policy_search import METHODS as ALL_METHODS
+from experiments.policy_search import METHODS as ALL_METHODS, runge_kutta
 
 CART, POLE, LENGTH, FRICTION, GRAVITY, FORCE = 0.5, 0.5, 0.5, 0.1, 9.82, 10.0
 DT, SUBSTEPS, NOISE, HORIZON, WIDTH, UNITS = 0.1, 4, 0.01, 25, 0.5, 32
@@ -68,7 +67,6 @@ class Config(
     rate: float = 1e-2  # learning rate.
     particles: int = 100  # lanes.
     repetitions: int = 10  # estimates for a gradient's variance.
-    resamples: int = 1000  # of the bootstrap.
 
 
 PAPER = Config(seeds=10, episodes=8, iterations=150)
@@ -230,8 +228,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         found = curves[method] = {name: np.array([r[name] for r in runs], float) for name in ("costs", "noise", "last")}
         episodes = policies.first_success(found["last"], SUCCESS, 1)
         low, high = binomtest(int(np.isfinite(episodes).sum()), len(episodes)).proportion_ci()  # Clopper & Pearson
-        row = {"method": method, "runs": len(runs), "success": float(np.isfinite(episodes).mean())}
-        row |= {"success_low": float(low), "success_high": float(high)}
+        row = {"method": method, "runs": len(runs), "success": np.isfinite(episodes).mean()}
+        row |= {"success_low": low, "success_high": high}
         row |= policies.mean(config, "episodes", np.minimum(episodes, config.episodes + 1))
         row |= policies.mean(config, "cost", found["costs"][:, -1])
         rows.append(row | {"noise": float(np.median(found["noise"][:, -1]))})
@@ -256,7 +254,7 @@ def _picture(config, curves):
         for method, found in curves.items():
             values = choose(found).astype(float)
             style = {"color": ALL_METHODS[method].colour, "label": f"{method}, {len(values)} runs"}
-            harness.averaged(axis, episodes, values, config.resamples, config.seed, centre, **style)
+            harness.averaged(axis, episodes, values, config.seed, centre, **style)
         axis.set(title=title, xlabel="real episodes with a learned policy")
     axes[2].set_yscale("log")
     axes[0].legend()

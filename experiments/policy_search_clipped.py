@@ -51,14 +51,11 @@ class Config(harness.Config):
     tuning: int = 1  # seeds on which they are chosen.
     groups: int = 1  # how many groups of other seeds.
     seeds: int = 2  # of a group.
-    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
         if self.steps % EVERY or self.long % EVERY or self.long < self.steps or self.steps < 5 * EVERY:
-            raise ValueError(
-                f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, and long the larger one"
-            )
+            raise ValueError(f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, long the larger one")
 
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -105,21 +102,18 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             less, more = policies.bounds(config, ends[name] - ends[best])
             success = policies.first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)
             row = {"task": task, "method": name, "rate": mine[name, groups[0]]["rate"], "seeds": len(costs)}
-            row |= {"after_60": float(costs[:, min(60, config.long) // EVERY - 1].mean())}
-            row |= policies.mean(config, "cost", ends[name]) | {"cost_median": float(np.median(ends[name]))}
+            row |= {"after_60": costs[:, min(60, config.long) // EVERY - 1].mean()}
+            row |= policies.mean(config, "cost", ends[name])
             row |= {"less_best_plain_low": less, "less_best_plain_high": more}
-            row |= {"steps": float(np.percentile(success, 50, method="higher"))}
-            row |= {"success": float(np.isfinite(success).mean())}
-            after = _end(costs, config.long)
-            row |= {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))}
+            row |= {"steps": np.percentile(success, 50, method="higher"), "success": np.isfinite(success).mean()}
+            row |= policies.mean(config, "cost_long", _end(costs, config.long))
             astray = _end(policies.of_groups(mine, name, groups, "astray"), config.long)
-            row |= {"astray_long": float(astray.mean()), "seeds_astray": int(np.sum(astray >= ASTRAY))}
+            row |= {"astray_long": astray.mean(), "seeds_astray": np.sum(astray >= ASTRAY)}
             if took:
                 row |= {"seconds_over_RP": took[name] / took["RP"]}
                 for which, steps in (("cost", config.steps), ("cost_long", config.long)):
                     blocks = max(1, round(min(steps, steps / row["seconds_over_RP"]) / EVERY))
-                    end, column = _end(costs, blocks * EVERY), f"{which}_in_time"
-                    row |= policies.mean(config, column, end) | {f"{column}_median": float(np.median(end))}
+                    row |= policies.mean(config, f"{which}_in_time", _end(costs, blocks * EVERY))
             rows.append(row)
     columns = ("rate", "after_60", "cost", "cost_in_time", "cost_long", "cost_long_in_time", "steps", "success")
     table = harness.table(rows, "task", "method", *columns)
@@ -139,14 +133,10 @@ def _picture(config, rows, curves):
         f"{' or '.join(map(str, seeds))} seeds with 95 % intervals"
     )
     for axis, task in zip(axes, config.tasks, strict=True):
-        for row in (r for r in rows if r["task"] == task):
-            costs = curves[task][row["method"]]
-            steps = EVERY * np.arange(1, costs.shape[1] + 1)
-            style = {"color": METHODS[row["method"]].colour, "label": f"{row['method']} (rate {row['rate']:g})"}
-            harness.averaged(axis, steps, costs, config.resamples, config.seed, fmt="-", **style)
+        mine = [row for row in rows if row["task"] == task]
+        policies.plot([axis], mine, curves.get(task, {}), METHODS, EVERY, config)
         axis.axhline(TASKS[task], color="gray", lw=0.8, ls=":")
-        axis.set(yscale="log", xlabel="steps of Adam", ylabel=f"cost of {task}")
-        axis.legend()
+        axis.set_ylabel(f"cost of {task}")
     return figure
 
 

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import optax
-from flax import nnx
 
 import apgrad as ap
 from experiments import harness
@@ -40,12 +39,8 @@ from experiments.policy_search_clipped import METHODS as CLIPPED
 PARTIAL = True
 EVERY = 5  # steps from one evaluation to the next
 SHAC, EXPLOSION, TASK = "SHAC", "explosion", "every step"
-METHODS = {
-    "RP": CLIPPED["RP"],
-    "RP, short": CLIPPED["RP, short"],
-    SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"),
-}
-METHODS["LR"] = PLAIN["LR"]._replace(colour="#777777")
+METHODS = {name: CLIPPED[name] for name in ("RP", "RP, short")}
+METHODS |= {SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"), "LR": PLAIN["LR"]._replace(colour="#777777")}
 METHODS |= {name: CLIPPED[name] for name in ("RP, lanes clipped", "multilevel", "TP, lanes clipped")}
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
 
@@ -68,7 +63,6 @@ class Config(
     groups: int = 1  # how many groups of other seeds.
     seeds: int = 2  # of a group.
     estimates: int = 20  # gradients of each untrained policy.
-    resamples: int = 1000  # of the bootstrap.
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,17 +75,12 @@ class Config(
 PAPER = Config(steps=240, rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2), tuning=2, groups=4, seeds=5, estimates=200)
 
 
-def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
-    """The state (4,) a step later, without noise."""
-    return puck.step(s, puck.FORCE * policy(s))  # pyright: ignore[reportCallIssue]
+def step(policy: Any, s: jax.Array) -> dist.Distribution:
+    """The state (4,) a step later."""
+    return dist.Normal(puck.step(s, puck.FORCE * policy(s)), jnp.array(puck.NOISE)).to_event(1)
 
 
-PUCK = policies.System(
-    (4, 2),
-    puck.start,
-    lambda policy, s: dist.Normal(flow(policy, s), jnp.array(puck.NOISE)).to_event(1),
-    puck.cost,
-)
+PUCK = policies.System((4, 2), puck.start, step, puck.cost)
 
 
 @functools.cache
@@ -150,7 +139,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row = {"method": name, "rate": found[name, groups[0]]["rate"], "seeds": len(costs)}
         for steps in (20, 60):
             row |= {f"after_{steps}": float(costs[:, min(steps, config.steps) // EVERY - 1].mean())}
-        row |= policies.mean(config, "cost", ends[name]) | {"cost_median": float(np.median(ends[name]))}
+        row |= policies.mean(config, "cost", ends[name])
         row |= {"over_best_other_low": less, "over_best_other_high": more}
         rows.append(row | {"seconds_a_step": seconds[name], "seconds_over_RP": seconds[name] / seconds["RP"]})
     figures = {"best_other": best, "explosion": next((r for c, r in records if c["method"] == EXPLOSION), {})}
@@ -165,16 +154,8 @@ def _picture(config, rows, curves):
         f"mean of {rows[0]['seeds']} seeds with 95 % intervals"
     )
     _trajectories(place)
-    steps = EVERY * np.arange(1, config.steps // EVERY + 1)
-    for row in rows:
-        style = {"color": METHODS[row["method"]].colour, "label": f"{row['method']} (rate {row['rate']:g})"}
-        for axis, x in zip(axes, (steps, steps * row["seconds_a_step"]), strict=True):
-            harness.averaged(axis, x, curves[row["method"]], config.resamples, config.seed, fmt="-", **style)
+    policies.plot(axes, rows, curves, METHODS, EVERY, config, {row["method"]: row["seconds_a_step"] for row in rows})
     axes[0].set(xlabel="steps of Adam, each of as many simulated steps", ylabel="cost")
-    axes[1].set(xlabel="processor seconds (steps times seconds a step)")
-    for axis in axes:
-        axis.set(yscale="log")
-    axes[1].legend()
     return figure
 
 

@@ -26,9 +26,12 @@ import optax
 import apgrad as ap
 from apgrad import meta
 from experiments import harness
+from experiments.parts import networks
 
 PUBLISHED = {100: 0.93309296, 200: 0.95462738, 300: 0.95903442}  # printed in JPC's notebook, one seed
 METHODS = ("predictive coding", "backpropagation")
+WIDTH, BATCH, RATE = 300, 64, 1e-3  # of the two hidden layers; images a step; Adam's rate
+INFERENCE_STEPS, INFERENCE_TIME = 10, 20 / 64  # of gradient descent on the summed energy; steps times rate
 
 
 class Config(harness.Config):
@@ -36,11 +39,6 @@ class Config(harness.Config):
 
     data: str = "digits"  # "mnist" (the digits stand in where it is missing) or "digits".
     seeds: int = 3  # of first parameters and batches.
-    width: int = 300  # of the two hidden layers.
-    batch: int = 64  # images a step.
-    rate: float = 1e-3  # of Adam.
-    inference_steps: int = 10  # of gradient descent on the energy.
-    inference_time: float = 20 / 64  # their number times their rate, in units of the energy of the sum over images.
 
 
 PARTIAL = True
@@ -70,9 +68,9 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum((scores(params, x) - y) ** 2) / 2
 
 
-def parameters(config: Config, key: jax.Array, inputs: int) -> Any:
+def parameters(key: jax.Array, inputs: int) -> Any:
     """Weights and biases, uniform within one over the square root of the number of inputs."""
-    sizes = (inputs, config.width, config.width, 10)
+    sizes = (inputs, WIDTH, WIDTH, 10)
     draw = lambda key, a, shape: jax.random.uniform(key, shape, minval=-(a**-0.5), maxval=a**-0.5)
     keys = jax.random.split(key, 6)
     return [(draw(keys[i], sizes[i], sizes[i : i + 2]), draw(keys[3 + i], sizes[i], sizes[i + 1])) for i in range(3)]
@@ -86,22 +84,16 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     labels = np.eye(10, dtype=np.float32)[data.y_train]
     function = loss
     if cell["method"] == "predictive coding":
-        rate = config.inference_time / config.inference_steps
-        function = ap.rewire(loss, ap.rewiring.predictive_coding("linear", steps=config.inference_steps, rate=rate))
-    optimizer = optax.adam(config.rate)
-
-    @jax.jit
-    def step(params, state, x, y):
-        gradient = jax.grad(lambda params: function(params, x, y) / config.batch)(params)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(params, updates), state
-
+        rate = INFERENCE_TIME / INFERENCE_STEPS
+        function = ap.rewire(loss, ap.rewiring.predictive_coding("linear", steps=INFERENCE_STEPS, rate=rate))
+    optimizer = optax.adam(RATE)
+    step = networks.descent(optimizer, lambda params, x, y: function(params, x, y) / BATCH)
     accuracy = jax.jit(lambda params: jnp.mean((scores(params, test).argmax(1) == data.y_test).astype(jnp.float32)))
-    params: Any = parameters(config, jax.random.key(cell["trial"]), x.shape[1])
+    params: Any = parameters(jax.random.key(cell["trial"]), x.shape[1])
     state, rng, found = optimizer.init(params), np.random.default_rng(cell["trial"]), []
     for number in range(1, max(PUBLISHED) + 1):
-        batch = rng.integers(len(x), size=config.batch)
-        params, state = step(params, state, x[batch], labels[batch])
+        batch = rng.integers(len(x), size=BATCH)
+        params, state, _ = step(params, state, x[batch], labels[batch])
         if number in PUBLISHED:
             found.append(float(accuracy(params)))
     return {"accuracies": found, "data": data.description}

@@ -31,9 +31,8 @@ import optax
 
 from apgrad import meta
 from experiments import harness
-from experiments.parts import rad_networks, rad_run
+from experiments.parts import networks, rad_networks
 
-SAMPLERS = ("same", "different", "distinct", "stratified", "project", "heavy")
 ROUNDINGS = ("rounding 8", "rounding 4", "rounding 2")
 
 
@@ -49,7 +48,6 @@ class Config(harness.Config):
     smaller: tuple[int, ...] = (16,)  # batches of reverse mode.
     training_steps: tuple[int, ...] = (0, 100)  # before the noise is measured; 0 for the initial network as well.
     draws: int = 20  # batches.
-    examples: int = 0  # of the training set; 0 for all.
 
 
 PARTIAL = True
@@ -66,20 +64,18 @@ PAPER = Config(
 def cells(config: Config) -> list[harness.Cell]:
     """Each method at each time of the training; the longest trained first."""
     methods = [("baseline", n) for n in (config.batch, *config.smaller)]
-    methods += [(f"{name} {f}", config.batch) for f in config.fractions for name in SAMPLERS]
+    methods += [(f"{name} {f}", config.batch) for f in config.fractions for name in rad_networks.SAMPLERS]
     methods += [(name, config.batch) for name in ROUNDINGS]
-    methods += [
-        (name, n) for n in config.larger for name in ("baseline", "different 0.1", "stratified 0.1", *ROUNDINGS)
-    ]
+    methods += [(m, n) for n in config.larger for m in ("baseline", "different 0.1", "stratified 0.1", *ROUNDINGS)]
     both = itertools.product(reversed(config.training_steps), methods)
     return [{"steps": steps, "method": method, "batch": batch} for steps, (method, batch) in both]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    data, x, y = _images(config.data, config.examples)
+    data, x, y = _images(config.data)
     params, full = trained(config, cell["steps"])
     size, method = cell["batch"], cell["method"]
-    noisy = jax.jit(jax.grad(rad_networks.method_loss(config.network, method, 0.1), argnums=1))
+    noisy = jax.jit(jax.grad(rad_networks.method_loss(config.network, method), argnums=1))
     errors, own = [], []
     for i, batch in enumerate(_exact_of_batches(config, cell["steps"], size)):
         mine = batch
@@ -88,16 +84,14 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             mine = _layers(noisy(jax.random.fold_in(jax.random.key(seed), i), params, x[chosen], y[chosen]))
         for found, right in ((errors, full), (own, batch)):
             found.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, right, strict=True)])
-    kept = rad_run.residual_bytes(config.network, method, 0.1, size, x.shape[1:])
+    kept = rad_networks.residual_bytes(config.network, method, size, x.shape[1:])
     return {"errors": errors, "own": own, "residual_bytes": kept, "data": data}
 
 
 @functools.cache
-def _images(name: str, examples: int) -> tuple[str, jax.Array, jax.Array]:
+def _images(name: str) -> tuple[str, jax.Array, jax.Array]:
     data = meta.data.load_bytes(name, or_digits=True)
-    count = examples or len(data.x_train)
-    part = "" if count == len(data.x_train) else f"; the first {count} are used"
-    return data.description + part, jnp.asarray(data.x_train[:count]), jnp.asarray(data.y_train[:count])
+    return data.description, jnp.asarray(data.x_train), jnp.asarray(data.y_train)
 
 
 @functools.cache
@@ -108,13 +102,13 @@ def _exact(network: str) -> Any:
 def _batch(config: Config, size: int, draw: int) -> jax.Array:
     """The examples of a draw: the same for every method."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed + 1), size), draw)
-    return jax.random.randint(key, (size,), 0, len(_images(config.data, config.examples)[1]))
+    return jax.random.randint(key, (size,), 0, len(_images(config.data)[1]))
 
 
 @functools.cache
 def _exact_of_batches(config: Config, steps: int, size: int) -> list[list[np.ndarray]]:
     """The exact gradient of each draw's batch, by layer."""
-    _, x, y = _images(config.data, config.examples)
+    _, x, y = _images(config.data)
     params, _ = trained(config, steps)
     chosen = [_batch(config, size, i) for i in range(config.draws)]
     return [_layers(_exact(config.network)(params, x[c], y[c])) for c in chosen]
@@ -123,24 +117,20 @@ def _exact_of_batches(config: Config, steps: int, size: int) -> list[list[np.nda
 @functools.cache
 def trained(config: Config, steps: int) -> tuple[Any, list[np.ndarray]]:
     """Parameters after so many steps of Adam on exact gradients, and the full gradient by layer; kept in a file."""
-    _, x, y = _images(config.data, config.examples)
+    _, x, y = _images(config.data)
     params = rad_networks.parameters(config.network, jax.random.key(config.seed), x.shape[1:])
-    optimizer = optax.adam(1e-3)
-    loss = rad_networks.loss(config.network)
-    exact = _exact(config.network)
+    optimizer, exact = optax.adam(1e-3), _exact(config.network)
 
-    @jax.jit
-    def step(params, state, key):
+    def loss(params, key):
         chosen = jax.random.randint(key, (config.batch,), 0, len(x))
-        gradient = jax.grad(loss)(params, x[chosen], y[chosen])
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(params, updates), state
+        return rad_networks.loss(config.network)(params, x[chosen], y[chosen])
 
+    step = networks.descent(optimizer, loss)
     checkpoint = harness.checkpoint(config, {"trained": steps})
     state = (params, optimizer.init(params), [np.zeros(0)] * len(params), np.zeros((), np.int32))
     params, moments, full, done = checkpoint.load(state)
     for i in range(int(done), steps):
-        params, moments = step(params, moments, jax.random.fold_in(jax.random.key(config.seed), i))
+        params, moments, _ = step(params, moments, jax.random.fold_in(jax.random.key(config.seed), i))
         if (i + 1) % 100 == 0:
             checkpoint.save((params, moments, full, np.int32(i + 1)))
     if full[0].size == 0:

@@ -18,13 +18,13 @@ draws `by messages` of an earlier call have
     p of an edge in proportion to |weight| A, with A the sum over the paths from the edge's target to an output of the
     absolute values of their products, one backward pass with absolute weights,
 
-mixed with `floor` of the uniform draw, since an edge that is never drawn would leave a bias. Let M^2 be the second
+mixed with `FLOOR` of the uniform draw, since an edge that is never drawn would leave a bias. Let M^2 be the second
 moment of what comes back at a vertex. One draw gives it sum_e w_e^2 M_e^2 / p_e, which is least where p_e is in
 proportion to |w_e| M_e, and then M = sum_e |w_e| M_e: M is A. So with one draw a vertex no probabilities that are fixed
 beforehand have a relative variance below (A/g)^2 - 1, with g the gradient, and these draws reach it if weights have not
 changed and there is no floor. It is zero where all paths have one sign. Where signs are random, as in wide layers at
 their start, A/g grows by about (2 width / pi)^.5 a layer, which no draw can help. The earlier call has weights with
-a relative normal error of `drift`.
+a relative normal error of `DRIFT`.
 
     python -m experiments.rad_paths
     python -m experiments.rad_paths --preset paper
@@ -44,16 +44,16 @@ import numpy as np
 from apgrad._programs import jaxprs
 from experiments import harness
 
+WIDTH = 6  # vertices of a layer, or chains
+FLOOR, DRIFT = 0.1, 0.1  # the share of the uniform draw, and the relative error of the earlier call's weights
+
 
 class Config(harness.Config):
     """Options of this experiment."""
 
-    width: int = 6  # vertices of a layer, or chains.
     depths: tuple[int, ...] = (1, 2, 4, 8)  # layers.
     samples: tuple[int, ...] = (1, 2)  # edges that are drawn at each vertex.
     estimates: int = 1000  # of the gradient, for each variance.
-    floor: float = 0.1  # the share of the uniform draw, where edges are drawn by messages.
-    drift: float = 0.1  # the relative error of the earlier call's weights.
 
 
 PAPER = Config(depths=(1, 2, 4, 8, 12, 16), samples=(1, 2, 4), estimates=4000)
@@ -75,13 +75,6 @@ class LinearizedGraph(NamedTuple):
         return np.split(order, np.searchsorted(self.source[order], np.arange(1, self.vertices)))
 
 
-class _Element(NamedTuple):
-    """An array, and the numbers of its vertices; None if it has no derivative."""
-
-    value: Any
-    numbers: Any
-
-
 def linearized_graph(function: Callable[..., Any], *args: Any) -> LinearizedGraph:
     """The graph of a function at a point, with calls entered and zero derivatives left out.
 
@@ -98,49 +91,41 @@ def linearized_graph(function: Callable[..., Any], *args: Any) -> LinearizedGrap
     """
     flat, treedef = jax.tree.flatten(args)
     program, _ = jaxprs.trace(lambda *v: function(*jax.tree.unflatten(treedef, v)), *flat)
-    total = 0
-    edges: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    total, edges = 0, [(np.zeros(0, int), np.zeros(0, int), np.zeros(0))]
 
-    def element(value):
+    def element(value) -> tuple[Any, Any]:
+        """An array, and the numbers of its vertices; None if it has no derivative."""
         nonlocal total
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-            return _Element(value, None)
+            return value, None
         total += jnp.size(value)
-        return _Element(value, np.arange(total - jnp.size(value), total))
+        return value, np.arange(total - jnp.size(value), total)
 
     def apply(eqn, inputs):
-        inputs = [v if isinstance(v, _Element) else _Element(v, None) for v in inputs]
-        inexact = [i for i, v in enumerate(inputs) if v.numbers is not None]
-
-        def restricted(*some):
-            values = [v.value for v in inputs]
-            for i, x in zip(inexact, some, strict=True):
-                values[i] = x
-            return jaxprs.caller(eqn)(*values)
-
-        some = [inputs[i].value for i in inexact]
-        values = restricted(*some)
+        values: list[Any] = [v[0] if isinstance(v, tuple) else v for v in inputs]
+        numbers: list[Any] = [v[1] if isinstance(v, tuple) else None for v in inputs]
+        inexact = [i for i, n in enumerate(numbers) if n is not None]
+        outputs = jaxprs.caller(eqn)(*values)
         if not inexact:
-            return [_Element(v, None) for v in values]
-        outputs = [element(v) for v in values]
-        for j, out in enumerate(outputs):
-            if out.numbers is None:
-                continue
-            jacobians = jax.jacrev(lambda *s, j=j: restricted(*s)[j], argnums=tuple(range(len(some))))(*some)
-            for i, jacobian in zip(inexact, jacobians, strict=True):
-                matrix = np.asarray(jacobian, np.float64).reshape(out.numbers.size, inputs[i].numbers.size)
-                rows, columns = np.nonzero(matrix)
-                edges.append((inputs[i].numbers[columns], out.numbers[rows], matrix[rows, columns]))
+            return [(v, None) for v in outputs]
+        outputs = [element(v) for v in outputs]
+        for j, (_, own) in enumerate(outputs):
+            if own is not None:
+                jacobians = jax.jacrev(lambda *v, j=j: jaxprs.caller(eqn)(*v)[j], argnums=inexact)(*values)
+                for i, jacobian in zip(inexact, jacobians, strict=True):
+                    matrix = np.asarray(jacobian, np.float64).reshape(own.size, numbers[i].size)
+                    rows, columns = np.nonzero(matrix)
+                    edges.append((numbers[i][columns], own[rows], matrix[rows, columns]))
         return outputs
 
     leaves = [element(jnp.asarray(x)) for x in flat]
-    first = [v.numbers for v in leaves if v.numbers is not None]
     results = jaxprs.inline(program, leaves, apply)
-    last = [v.numbers for v in results if isinstance(v, _Element) and v.numbers is not None]
+    known = lambda values: [v[1] for v in values if isinstance(v, tuple) and v[1] is not None]
+    first, last = known(leaves), known(results)
     if not first or not last:
         raise ValueError("a linearized graph needs a floating-point input, and an output that depends on one")
-    columns = [np.concatenate(c) for c in zip(*edges, strict=True)] if edges else [np.zeros(0, int)] * 2 + [np.zeros(0)]
-    return LinearizedGraph(columns[0], columns[1], columns[2], total, np.concatenate(first), np.concatenate(last))
+    source, target, weight = (np.concatenate(column) for column in zip(*edges, strict=True))
+    return LinearizedGraph(source, target, weight, total, np.concatenate(first), np.concatenate(last))
 
 
 def path_sampling(
@@ -240,32 +225,25 @@ GRAPHS["interleaved, one sign"] = functools.partial(interleaved, positive=True)
 DRAWS = ("uniform", "by messages")
 
 
-@functools.cache
-def _graph(name: str, width: int, depth: int) -> LinearizedGraph:
-    return linearized_graph(GRAPHS[name](width, depth), jnp.array(1.0))
-
-
 def cells(config: Config) -> list[harness.Cell]:
     return harness.grid(graph=GRAPHS, draw=DRAWS, depth=config.depths, samples=config.samples)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Relative variance of the estimates with its interval, their distance from the gradient, and the edges used."""
-    graph = _graph(cell["graph"], config.width, cell["depth"])
+    graph = linearized_graph(GRAPHS[cell["graph"]](WIDTH, cell["depth"]), jnp.array(1.0))
     exact = backpropagate(graph)[0, graph.inputs[0]]
     probability = None
     if cell["draw"] == "by messages":
         error = np.random.default_rng(seed + 1).standard_normal(len(graph.weight))
-        probability = by_messages(graph._replace(weight=graph.weight * (1 + config.drift * error)), config.floor)
+        probability = by_messages(graph._replace(weight=graph.weight * (1 + DRIFT * error)), FLOOR)
     found, edges = path_sampling(graph, cell["samples"], seed, config.estimates, probability)
     relative = found[:, 0] / exact
     error = relative.std(ddof=1) / len(relative) ** 0.5
-    return {
-        "relative_variance": float(relative.var(ddof=1)),
-        "interval": harness.interval(harness.bootstrap(relative, lambda x: x.var(-1), 200, seed)),
-        "standard_errors_off": float((relative.mean() - 1) / error) if error > 1e-12 else 0.0,
-        "edges_used": float(edges.mean() / len(graph.weight)),
-    }
+    interval = harness.interval(harness.bootstrap(relative, lambda x: x.var(-1), seed, 200))
+    off = (relative.mean() - 1) / error if error > 1e-12 else 0.0
+    result = {"relative_variance": relative.var(ddof=1), "interval": interval, "standard_errors_off": off}
+    return result | {"edges_used": edges.mean() / len(graph.weight)}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -276,9 +254,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for (ax, graph), (i, samples), (draw, line) in itertools.product(panels, enumerate(config.samples), lines):
         mine = [r for r in rows if (r["graph"], r["draw"], r["samples"]) == (graph, draw, samples)]
         depths, variances, ends = ([r[k] for r in mine] for k in ("depth", "relative_variance", "interval"))
-        factor = growth[f"{graph}, {draw}, {samples} edges"] = float(
-            np.exp(np.polyfit(depths, np.log(variances), 1)[0])
-        )
+        factor = float(np.exp(np.polyfit(depths, np.log(variances), 1)[0]))
+        growth[f"{graph}, {draw}, {samples} edges"] = factor
         label = f"{samples}, {draw}: {factor:.2f} a layer"
         harness.band(ax, depths, variances, *np.transpose(ends), fmt=f"C{i}o{line}", label=label)
         ax.set(yscale="log", xlabel="depth", title=graph)

@@ -149,9 +149,7 @@ def make_loss(fraction: float | str, steps: int, block: int = BLOCK) -> Any:
 
 def cells(config: Config) -> list[harness.Cell]:
     """The fractions, start by start, so that a run cut short has all of them; and the checkpoint, once."""
-    cells: list[harness.Cell] = [
-        {"fraction": f, "start": start} for start in range(config.starts) for f in config.fractions
-    ]
+    cells: list[harness.Cell] = [{"fraction": f, "start": s} for s in range(config.starts) for f in config.fractions]
     cells.insert(len(config.fractions), {"fraction": "checkpoint", "start": 0})
     return cells
 
@@ -180,15 +178,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     began = time.process_time()
     gradients = [both(k, theta)[1].tolist() for k in jax.random.split(jax.random.key(seed + 1), config.draws)]
     microseconds = (time.process_time() - began) / config.draws / steps * 1e6
-    return {
-        "curve": state[2].tolist(),
-        "theta": np.asarray(state[0]).tolist(),
-        "gradients": gradients,
-        "exact": np.asarray(exact).tolist(),
-        "residual_bytes": sum(r.nbytes for r in rad.residuals(lambda t: loss(jax.random.key(0), t), theta)),
-        "temp_bytes": rad.temp_bytes(loss, jax.random.key(0), theta),
-        "microseconds_a_step": microseconds,
-    }
+    kept = rad.residuals(lambda t: loss(jax.random.key(0), t), theta)
+    result = {"curve": state[2], "theta": state[0], "gradients": gradients, "exact": exact}
+    result |= {"residual_bytes": sum(r.nbytes for r in kept), "microseconds_a_step": microseconds}
+    return result | {"temp_bytes": rad.temp_bytes(loss, jax.random.key(0), theta)}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -213,11 +206,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         first, curves[fraction] = runs[min(runs)], np.array([r["curve"] for r in runs.values()])
         finals = curves[fraction][:, -1].tolist()
         row = {"fraction": fraction, "starts": len(runs), "iterations": len(first["curve"])}
-        row |= {"initial_loss": float(np.mean(curves[fraction][:, 0])), "final_loss": float(np.mean(finals))}
-        row |= {"final_losses": finals, "noise_over_signal": float(np.sqrt(np.mean(errors)))}
-        row |= {"error_of_mean": float(means[0]), "error_of_mean_se": float(spreads[0])}
+        row |= {"initial_loss": np.mean(curves[fraction][:, 0]), "final_loss": np.mean(finals), "final_losses": finals}
+        row |= {"error_of_mean": means[0], "error_of_mean_se": spreads[0]}
+        row["noise_over_signal"] = np.sqrt(np.mean(errors))
         row |= {k: first[k] for k in ("residual_bytes", "temp_bytes")}
-        rows.append(row | {"microseconds_a_step": float(np.mean([r["microseconds_a_step"] for r in runs.values()]))})
+        rows.append(row | {"microseconds_a_step": np.mean([r["microseconds_a_step"] for r in runs.values()])})
     columns = ("residual_bytes", "temp_bytes", "microseconds_a_step", "initial_loss", "final_loss")
     figure, ((ax,),) = harness.panels()
     for row in rows[: len(curves) - ("checkpoint" in curves)]:

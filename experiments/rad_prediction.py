@@ -43,7 +43,8 @@ import optax
 import apgrad as ap
 from apgrad import memory as rad, meta
 from experiments import harness
-from experiments.parts import rad_networks
+from experiments.parts import networks, rad_networks
+from experiments.parts.rad_networks import apply
 
 
 class Config(harness.Config):
@@ -70,7 +71,7 @@ PAPER = Config(
     draws=60,
 )
 
-# Layers by kind and size: "conv K" has K x K windows, "pool" halves both sides, "rows" is a dense layer of every row.
+# As `rad_networks.LAYERS`.
 NETWORKS = {
     "mlp": (("dense", 300), ("dense", 300), ("dense", 10)),
     "convnet": (("conv 5", 16), ("conv 5", 32), ("pool", 0), ("conv 5", 32), ("pool", 0), ("dense", 10)),
@@ -79,28 +80,10 @@ NETWORKS = {
 }
 
 
-def apply(kind: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """A layer without its bias."""
-    if kind == "conv":
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return (x.reshape(len(x), -1) if kind == "dense" else x) @ w
-
-
 def run(network: str, params: Any, zeros: Any, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """The scores of images (n, height, width, channels), and the layers' inputs; `zeros` are added to their outputs."""
     x = jax.lax.optimization_barrier(x)  # the first layer's input is remembered like the others'
-    if network == "rows":
-        x = x[..., 0]
-    layers, inputs = iter(zip(params, zeros, strict=True)), []
-    for i, (name, _) in enumerate(NETWORKS[network]):
-        if name == "pool":
-            x = rad_networks.pool(x)
-            continue
-        (kernel, bias), zero = next(layers)
-        inputs.append(x)
-        x = apply(name.split()[0], x, kernel) + bias + zero
-        x = x if i == len(NETWORKS[network]) - 1 else jax.nn.relu(x)
-    return x, inputs
+    return rad_networks.run(NETWORKS[network], params, x[..., 0] if network == "rows" else x, zeros)
 
 
 def loss(network: str, params: Any, x: jax.Array, y: jax.Array, zeros: Any = None) -> tuple[jax.Array, list[jax.Array]]:
@@ -111,21 +94,10 @@ def loss(network: str, params: Any, x: jax.Array, y: jax.Array, zeros: Any = Non
 
 def parameters(network: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
     """He-initialized kernels, and zero biases."""
-    params, (height, width, channels) = [], shape
-    for name, size in NETWORKS[network]:
-        kind, *window = name.split()
-        if kind == "pool":
-            height, width = height // 2, width // 2
-            continue
-        flat = height * channels if network == "rows" else height * width * channels
-        if network == "rows" and not params:
-            channels, flat = width, height * width
-        dims = {"conv": (*map(int, window * 2), channels), "rows": (channels,), "dense": (flat,)}[kind]
+    params, (height, width, _) = [], shape
+    for size in rad_networks.kernels(NETWORKS[network], (height, 1, width) if network == "rows" else shape):
         key, own = jax.random.split(key)
-        params.append((jax.random.normal(own, (*dims, size)) * (2 / np.prod(dims)) ** 0.5, jnp.zeros(size)))
-        channels = size
-        if kind == "dense":
-            height = width = 1
+        params.append((jax.random.normal(own, size) * (2 / np.prod(size[:-1])) ** 0.5, jnp.zeros(size[-1])))
     return params
 
 
@@ -158,20 +130,15 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     y = jnp.asarray(data.y_train)
     key = jax.random.key(seed)
     params = parameters(network, key, x.shape[1:])
-    optimizer = optax.adam(1e-3)
+    optimizer, plain = optax.adam(1e-3), lambda params, x, y: loss(network, params, x, y)[0]
 
-    @jax.jit
-    def step(params, state, key):
+    def of_a_batch(params, key):
         chosen = jax.random.randint(key, (config.batch,), 0, len(x))
-        updates, state = optimizer.update(jax.grad(plain)(params, x[chosen], y[chosen]), state)
-        return optax.apply_updates(params, updates), state
+        return plain(params, x[chosen], y[chosen])
 
-    def plain(params, x, y):
-        return loss(network, params, x, y)[0]
-
-    state = optimizer.init(params)
+    step, state = networks.descent(optimizer, of_a_batch), optimizer.init(params)
     for i in range(cell["steps"]):
-        params, state = step(params, state, jax.random.fold_in(key, i))
+        params, state, _ = step(params, state, jax.random.fold_in(key, i))
 
     kernels = lambda gradient: [g for g, _ in gradient]
     square = lambda arrays: jnp.stack([jnp.sum(a**2) for a in arrays])
@@ -188,7 +155,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     whole = (square(sums) - squares) / (len(x) * (len(x) - 1))  # |g|^2 without bias
     exact = kernels(jax.jit(jax.grad(plain))(params, x, y))
     size = lambda f: sum(r.nbytes for r in rad.residuals(f, params, x, y))
-    of_samplers = {}
+    foreseen, of_samplers = jax.jit(predicted, static_argnums=(0, 1)), {}
     for name in config.samplers:
         memory = rad_networks.sampler(name)
         lean = ap.randomize(plain, memory, through=memory if name.startswith("rounding") else None)
@@ -199,21 +166,12 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             return square([a - b for a, b in zip(found, exact, strict=True)])
 
         found = np.array([error(jax.random.fold_in(key, i)) for i in range(config.draws)], np.float64)
-        of_samplers[name] = {
-            "bytes": size(lambda *args, lean=lean: lean(key, *args)),
-            "predicted": np.asarray(jax.jit(predicted, static_argnums=(0, 1))(network, memory, params, x, y)).tolist(),
-            "measured": found.mean(0).tolist(),
-            "standard_error": (found.std(0, ddof=1) / len(found) ** 0.5).tolist(),
-        }
-    once = jax.jit(predicted, static_argnums=(0, 1))(network, None, params, x, y) * config.batch**2
-    return {
-        "data": data.description,
-        "bytes": size(plain),
-        "S": (squares / len(x)).tolist(),
-        "coherence": (squares / once).tolist(),
-        "whole": whole.tolist(),
-        "samplers": of_samplers,
-    }
+        of_samplers[name] = {"bytes": size(lambda *args, lean=lean: lean(key, *args)), "measured": found.mean(0)}
+        of_samplers[name]["predicted"] = foreseen(network, memory, params, x, y)
+        of_samplers[name]["standard_error"] = found.std(0, ddof=1) / len(found) ** 0.5
+    once = foreseen(network, None, params, x, y) * config.batch**2
+    result = {"data": data.description, "bytes": size(plain), "samplers": of_samplers}
+    return result | {"S": squares / len(x), "coherence": squares / once, "whole": whole}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

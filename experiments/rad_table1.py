@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from apgrad import memory as rad
 from experiments import harness
 from experiments.parts import rad_networks
+from experiments.parts.rad_networks import BATCH
 
 PAPER_TOTALS = {
     "convnet": {1.0: 23.08, 0.8: 19.19, 0.5: 12.37, 0.3: 7.82, 0.1: 3.28, 0.05: 2.14},
@@ -54,7 +55,6 @@ class Config(harness.Config):
     # of "mlp", "convnet", "rnn" and "transformer", which is not in the paper.
     networks: tuple[str, ...] = rad_networks.NAMES
     fractions: tuple[float, ...] = (0.5, 0.1)  # of the entries that "different sample" keeps.
-    batch: int = 150  # examples.
 
 
 PAPER = Config(fractions=(0.8, 0.5, 0.3, 0.1, 0.05))
@@ -70,33 +70,30 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     network, method = cell["network"], cell["method"]
     shape = rad_networks.SHAPES[network]
     params = jax.eval_shape(lambda k: rad_networks.parameters(network, k, shape), jax.random.key(0))
-    images = jax.ShapeDtypeStruct((config.batch, *shape), jnp.uint8)
-    labels = jax.ShapeDtypeStruct((config.batch,), jnp.int32)
+    images = jax.ShapeDtypeStruct((BATCH, *shape), jnp.uint8)
+    labels = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     if method == "checkpoint":
         loss = lambda key, *args: rad_networks.checkpointed_rnn(*args)
     else:
-        loss = rad_networks.method_loss(network, method, 1)
+        loss = rad_networks.method_loss(network, method)
     kept = rad.residuals(lambda p, x, y: loss(jax.random.key(seed), p, x, y), params, images, labels)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    return {
-        "residual_bytes": sum(r.nbytes for r in kept),
-        "weight_bytes": weights,
-        "largest": [f"{r.name} {r.shape} {r.nbytes}" for r in sorted(kept, key=lambda r: -r.nbytes)[:5]],
-    }
+    largest = [f"{r.name} {r.shape} {r.nbytes}" for r in sorted(kept, key=lambda r: -r.nbytes)[:5]]
+    return {"residual_bytes": sum(r.nbytes for r in kept), "weight_bytes": weights, "largest": largest}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     full = {c["network"]: r["residual_bytes"] for c, r in records if c["method"] == "baseline"}
-    published = {"baseline": 1.0} | {f"different {f}": f for f in config.fractions} if config.batch == 150 else {}
+    published = {"baseline": 1.0} | {f"different {f}": f for f in config.fractions}
     rows = []
     for cell, result in records:
         size = result["residual_bytes"]
-        row = {**cell, "bytes_per_example": round(size / config.batch, 1)}
+        row = {**cell, "bytes_per_example": round(size / BATCH, 1)}
         row |= {"times_fewer": round(full[cell["network"]] / size, 2), "residual_MB": size / 1e6}
         row["with_weights_MB"] = (size + result["weight_bytes"]) / 1e6
         fraction = published.get(cell["method"]) if cell["network"] in COUNTED else None
         paper = None if fraction is None else PAPER_TOTALS[cell["network"]].get(fraction)
-        count = None if fraction is None else counted(cell["network"], fraction) * config.batch + result["weight_bytes"]
+        count = None if fraction is None else counted(cell["network"], fraction) * BATCH + result["weight_bytes"]
         rows.append(row | {"paper_with_weights_MB": paper, "paper_count_MB": count and count / 1e6})
     figure, (axes,) = harness.panels(1, len(config.networks), (4 * len(config.networks), 3.4))
     for ax, network in zip(axes, config.networks, strict=True):

@@ -32,17 +32,23 @@ paper in this:
 * "rounding" is not in the paper.
 """
 
+import bisect
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from apgrad import meta
 from experiments import harness
-from experiments.parts import rad_networks, rad_run
+from experiments.parts import rad_networks
+from experiments.parts.rad_networks import BATCH
 
+PUBLISHED_BATCH = {"mlp": 22, "convnet": 20, "rnn": 21, "transformer": 22}
 # Learning rate and weight decay that the paper's search found.
 FOUND = {
     "mlp": ((1.35e-3, 4.1e-7), (4.52e-4, 4.1e-6), (9.34e-4, 1.3e-6), (5.27e-4, 1.0e-3), (6.45e-4, 5.7e-5)),
@@ -59,17 +65,14 @@ class Config(harness.Config, least={"seeds": 1}, among={"networks": rad_networks
     networks: tuple[str, ...] = ("mlp",)  # of "mlp", "convnet", "rnn" and "transformer".
     steps: tuple[int, ...] = (300,)  # of training, for each network.
     data: tuple[str, ...] = ("digits",)  # for each network: "mnist" or "cifar10" where they are at hand, or "digits".
-    # "baseline", "reduced", "reduced published", those of `rad_networks.methods`, each also with another fraction
+    # "baseline", "reduced", "reduced published", those of `rad_networks.SAMPLERS`, each also with another fraction
     # ("different 0.5"), "rounding 8", "rounding 4", "rounding 2".
     methods: tuple[str, ...] = ("baseline", "reduced", "different", "rounding 4")
-    fraction: float = 0.1  # of the entries kept.
-    batch: int = 150  # examples.
     pairs: int = 3  # of rate and decay that are tried for each method; with none, those that the paper found are used.
     finalists: int = 1  # of the pairs, trained in full, as the paper's pair is.
     validation: int = 300  # examples of the training set that choose among pairs.
     seeds: int = 2  # runs of each method.
     evaluations: int = 6  # how often train and test sets are looked at.
-    examples: int = 0  # of the training set, 0 for all.
     draws: int = 4  # for the noise, at each evaluation.
 
     def __post_init__(self):
@@ -105,9 +108,8 @@ def cells(config: Config) -> list[harness.Cell]:
     for network in config.networks:
         searched = dict.fromkeys(map(_tuned_as, config.methods)) if _is_searched(config, network) else ()
         cells += harness.grid(network=[network], search=searched)
-        cells += [
-            c for run in range(config.seeds) for c in harness.grid(network=[network], method=config.methods, run=[run])
-        ]
+        for run in range(config.seeds):
+            cells += harness.grid(network=[network], method=config.methods, run=[run])
     return cells
 
 
@@ -118,24 +120,18 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         return _search(config, cell, data)
     method, steps = cell["method"], config.steps[config.networks.index(network)]
     rng = np.random.default_rng([config.seed, cell["run"]])
-    pool = len(data.x_train) if config.examples == 0 else config.examples
-    boot = rng.integers(pool, size=pool)
+    boot = rng.integers(len(data.x_train), size=len(data.x_train))
     pair = TUNED.get(network, {}).get(_tuned_as(method), TUNED.get(network, {}).get("baseline", (1e-4, 0.0)))
     if _is_searched(config, network):
         search = {"network": network, "search": _tuned_as(method)}
         pair = harness.finished(config, search)["chosen"]
     start = jax.random.key(int(rng.integers(2**31)))
-    run = _run(config, network, method, steps, tuple(pair))
     sets = (data.x_train[boot], data.y_train[boot], data.x_test, data.y_test)
-    result = run.train(start, jax.random.key(seed), sets, harness.checkpoint(config, cell))
-    shape = data.x_train.shape[1:]
-    return {
-        **result,
-        "rate_and_decay": list(pair),
-        "data": data.description,
-        "batch": run.size(shape),
-        "residual_bytes": rad_run.residual_bytes(network, method, config.fraction, run.size(shape), shape),
-    }
+    how, saved = (steps, pair, config.evaluations, config.draws), harness.checkpoint(config, cell)
+    result = train(network, method, *how, (start, jax.random.key(seed)), sets, saved)
+    size = size_of(network, method, shape := data.x_train.shape[1:])
+    result |= {"rate_and_decay": pair, "data": data.description, "batch": size}
+    return result | {"residual_bytes": rad_networks.residual_bytes(network, method, size, shape)}
 
 
 def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[str, Any]:
@@ -143,11 +139,10 @@ def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[
     network, method = cell["network"], cell["search"]
     steps = config.steps[config.networks.index(network)]
     rng = np.random.default_rng([config.seed, 2**20])
-    pool = len(data.x_train) if config.examples == 0 else config.examples
-    order = rng.permutation(pool)
+    order = rng.permutation(len(data.x_train))
     held, rest = order[: config.validation], order[config.validation :]
     sets = (data.x_train[rest], data.y_train[rest], data.x_train[held], data.y_train[held])
-    start, noise = jax.random.split(jax.random.key(int(rng.integers(2**31))))
+    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))))
     drawn = 10 ** rng.uniform([-6, -7], [-2, -3], size=(config.pairs, 2))
     tuned = TUNED[network]
     pairs = [tuple(map(float, pair)) for pair in drawn] + [tuned.get(method, tuned["baseline"])]
@@ -156,8 +151,7 @@ def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[
 
     def score(pair, steps):
         # A diverged run's scores are argmaxes of NaN, an accuracy near 10 %.
-        run = _run(config, network, method, steps, pair)._replace(draws=0, evaluations=1)
-        return run.train(start, noise, sets, None)["curve"][-1][-1]
+        return train(network, method, steps, pair, 1, 0, keys, sets, None)["curve"][-1][-1]
 
     def finalists():
         # Short runs favour high rates, so the paper's pair, which is the last, needs none to be a finalist.
@@ -169,14 +163,9 @@ def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[
         pair = pairs[finalists()[i - config.pairs] if long else i]
         scores = np.append(scores, score(pair, steps if long else max(steps // 10, 1)))
         checkpoint.save((scores,))
-    full = scores[config.pairs :]
-    return {
-        "pairs": pairs,
-        "short_accuracies": scores[: config.pairs].tolist(),
-        "finalists": finalists(),
-        "full_accuracies": full.tolist(),
-        "chosen": pairs[finalists()[int(np.argmax(full))]],
-    }
+    short, full = np.split(scores, [config.pairs])
+    found = {"pairs": pairs, "short_accuracies": short, "finalists": finalists(), "full_accuracies": full}
+    return found | {"chosen": pairs[finalists()[int(np.argmax(full))]]}
 
 
 def _is_searched(config: Config, network: str) -> bool:
@@ -188,9 +177,103 @@ def _tuned_as(method: str) -> str:
     return method if method.startswith("rounding") else method.split()[0]
 
 
-def _run(config: Config, network: str, method: str, steps: int, pair: tuple[float, ...]) -> rad_run.Run:
-    fraction, batch = config.fraction, config.batch
-    return rad_run.Run(network, method, fraction, batch, steps, pair, config.evaluations, config.draws)
+@functools.cache
+def reduced(network: str, shape: tuple[int, ...]) -> int:
+    """The largest batch of reverse mode that remembers no more than "different" of a batch; 1 at least."""
+    budget = rad_networks.residual_bytes(network, "different", BATCH, shape)
+    # Bytes rise with the examples: the last size that fits.
+    measured = lambda n: rad_networks.residual_bytes(network, "baseline", n, shape)
+    return max(1, bisect.bisect_right(range(1, BATCH + 1), budget, key=measured))
+
+
+@functools.cache
+def _compiled(network: str, method: str, size: int, steps: int) -> Any:
+    """The compiled step, pairs of exact and noisy gradients, and scores; cached, for all pairs and seeds."""
+    loss, exact = (rad_networks.method_loss(network, m) for m in (method, "baseline"))
+
+    # A call for each step, not a scan: XLA's convolutions on the CPU are 7 to 64 times slower inside a loop; nor many
+    # seeds in one program: products of matrices take nearly all of the time.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, total, x, y, start, noise, t, rate, decay):
+        chosen = jax.random.randint(jax.random.fold_in(start, t), (size,), 0, len(x))
+        key = jax.random.fold_in(noise, t)
+        value, gradient = jax.value_and_grad(loss, argnums=1)(key, params, x[chosen], y[chosen])
+        updates, state = _optimizer(network, steps, rate, decay).update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, total + value
+
+    @jax.jit
+    def gradients(params, x, y, noise, pick):
+        chosen = jax.random.randint(pick, (BATCH,), 0, len(x))
+        return [jax.grad(f, argnums=1)(noise, params, x[chosen], y[chosen]) for f in (exact, loss)]
+
+    return step, gradients, jax.jit(rad_networks.logits(network))
+
+
+def _optimizer(network: str, steps: int, rate: Any, decay: Any) -> optax.GradientTransformation:
+    if network == "rnn":
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
+    schedule = optax.exponential_decay(rate, max(steps // 10, 1), 0.6, staircase=True)
+    return optax.chain(optax.add_decayed_weights(decay), optax.adam(schedule))
+
+
+def size_of(network: str, method: str, shape: tuple[int, ...]) -> int:
+    """Examples of a batch, of images of a shape."""
+    if method == "reduced published":
+        return PUBLISHED_BATCH[network]
+    return reduced(network, shape) if method == "reduced" else BATCH
+
+
+def train(
+    network: str, method: str, steps: int, pair: Any, evaluations: int, draws: int, keys: Any, sets: Any, saved: Any
+) -> dict[str, Any]:
+    """A training by a rate and a decay on the first two arrays of `sets`, looked at on them and on the last two.
+
+    It goes on where it was saved, if `saved` is a checkpoint; the noise has so many draws at each look. The keys are
+    of the start and the batches, and of the noise.
+
+    Returns:
+      A row of "curve" is the step, the mean loss of the batches since the last row, loss and accuracy of the training
+      set (5,000 of it) and of the test set (all of it in the last row, 2,000 before); "noise" has for each of them, and
+      the start, the squared noise over signal by layer and in all.
+    """
+    (start, key), x, y = keys, jnp.asarray(sets[0]), jnp.asarray(sets[1])
+    step, gradients, scores = _compiled(network, method, size_of(network, method, x.shape[1:]), steps)
+    params = rad_networks.parameters(network, start, x.shape[1:])
+    rate, decay = (jnp.float32(v) for v in pair)
+    state = _optimizer(network, steps, rate, decay).init(params)
+    every = steps // evaluations
+    names = [*(str(name) for name in rad_networks.layers(params)), "all"]
+    noisy = draws > 0 and not method.startswith(("baseline", "reduced"))
+
+    def noise(params, key):
+        pick, key = jax.random.split(key)
+        found = []
+        for k in jax.random.split(key, draws):
+            one, two = (rad_networks.layers(g) for g in gradients(params, x, y, k, pick))
+            squares = np.array([(np.sum((one[n] - two[n]) ** 2), np.sum(one[n] ** 2)) for n in one])
+            found.append([*(squares[:, 0] / squares[:, 1]), squares[:, 0].sum() / squares[:, 1].sum()])
+        return np.mean(found, 0)[None]
+
+    def evaluate(images, labels):
+        parts = [scores(params, images[i : i + 500]) for i in range(0, len(images), 500)]
+        logs = np.concatenate([np.asarray(jax.nn.log_softmax(p)) for p in parts])
+        labels = np.asarray(labels)
+        return -logs[np.arange(len(labels)), labels].mean(), (logs.argmax(1) == labels).mean()
+
+    begun = (params, state, np.zeros((0, 6)), noise(params, key) if noisy else np.zeros((0, len(names))))
+    params, state, curve, noises = saved.load(begun) if saved else begun
+    for i in range(len(curve), evaluations):
+        total = jnp.zeros(())
+        for t in range(i * every, (i + 1) * every):
+            params, state, total = step(params, state, total, x, y, start, key, t, rate, decay)
+        test = slice(None if i + 1 == evaluations else 2000)
+        row = [(i + 1) * every, float(total) / every, *evaluate(x[:5000], y[:5000])]
+        curve = np.append(curve, [[*row, *evaluate(sets[2][test], sets[3][test])]], 0)
+        if noisy:
+            noises = np.append(noises, noise(params, jax.random.fold_in(key, i)), 0)
+        if saved:
+            saved.save((params, state, curve, noises))
+    return {"curve": curve.tolist(), "noise": [dict(zip(names, n, strict=True)) for n in noises.tolist()]}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

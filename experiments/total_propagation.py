@@ -26,21 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments import harness
+from experiments import chaos, harness
 from experiments.parts import chaotic_network
 
 RULES = ("TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled-CF", "adaptive", "by state")
 CLIPPED = ("clipped at 4", "clipped at 10")
 BIASED = ("TP", "decoupled", "TP-CF", "local-CF", "suffix-CF", "decoupled-CF")
 DEFAULT = "decoupled-CF"
-STYLES = {
-    "TP": ("#2a8a3e", "--"),
-    "TP-CF": ("#2a8a3e", "-"),
-    "local-CF": ("#1f77b4", "-"),
-    "suffix-CF": ("#e7298a", "-"),
-}
-STYLES |= {"unshrunk-CF": ("#8c6d1f", "-"), "decoupled-CF": ("black", "-"), "adaptive": ("#d95f02", "-")}
-STYLES |= {"by state": ("#d95f02", "--"), "clipped at 4": ("#e0a100", "-"), "clipped at 10": ("#e0a100", "--")}
+STYLES = {"TP": ("#2a8a3e", "--"), "TP-CF": ("#2a8a3e", "-"), "local-CF": ("#1f77b4", "-")}
+STYLES |= {"suffix-CF": ("#e7298a", "-"), "unshrunk-CF": ("#8c6d1f", "-"), "decoupled-CF": ("black", "-")}
+STYLES |= {"adaptive": ("#d95f02", "-"), "by state": ("#d95f02", "--")}
+STYLES |= {"clipped at 4": ("#e0a100", "-"), "clipped at 10": ("#e0a100", "--")}
 
 
 class Config(
@@ -60,7 +56,6 @@ class Config(
     lanes: int = 1000  # trajectories for each estimate, B.
     # horizon, lanes and repetitions of the bias, at beta = 1.5.
     bias_points: tuple[tuple[int, int, int], ...] = ((25, 30, 4_000),)
-    resamples: int = 2000  # of the bootstrap.
 
 
 PAPER = Config(
@@ -121,7 +116,7 @@ def _ratios(config, p, h, beta, found):
     """A row for each method; the bootstrap draws the same estimates of all methods, as their noise is the same."""
     rng = np.random.default_rng(config.seed)
     count = config.sets if config.sets > 1 else config.estimates
-    draws = rng.integers(count, size=(config.resamples, count))
+    draws = rng.integers(count, size=(chaos.RESAMPLES, count))
 
     def variances(values):
         means = np.array([part.mean() for part in np.array_split(values, min(count, len(values)))])
@@ -134,28 +129,26 @@ def _ratios(config, p, h, beta, found):
     exact = chaotic_network.reference(beta, [h])[h].gradient if p == 1 else None
     rows = []
     for method, variance in value.items():
-        low, high = (np.nan, np.nan)
-        if method in resampled:
-            low, high = harness.interval(resampled[method] / resampled[better])
+        known = method in resampled
+        low, high = harness.interval(resampled[method] / resampled[better]) if known else (np.nan, np.nan)
         row = {"P": p, "H": h, "beta": beta, "method": method, "variance": variance}
         row |= {"nonfinite": found[method]["nonfinite"], "better": better, "ratio": variance / value[better]}
         row |= {"ratio_low": low, "ratio_high": high}
-        if config.sets > 1 and method in resampled:
+        if config.sets > 1 and known:
             of_sets = [part.mean() for part in np.array_split(squares[method], config.sets)]
             row |= dict(zip(("least", "median", "largest"), np.quantile(of_sets, [0, 0.5, 1]).tolist(), strict=True))
         if exact is not None:
-            error = np.sqrt(variance / len(squares[method])) if method in resampled else np.nan
-            row |= {"exact": exact, "bias": found[method]["mean"][0] - exact, "standard_error": float(error)}
+            error = np.sqrt(variance / len(squares[method])) if known else np.nan
+            row |= {"exact": exact, "bias": found[method]["mean"][0] - exact, "standard_error": error}
         rows.append(row)
     return rows
 
 
 def _bias(cell, result):
-    exact = chaotic_network.reference(cell["beta"], [cell["H"]])[cell["H"]]
-    row = {k: cell[k] for k in ("method", "H", "beta", "B", "K")}
-    row |= {"mean": result["mean"][0], "exact": exact.gradient, "bias": result["mean"][0] - exact.gradient}
-    row["standard_error"] = float(np.sqrt(result["variance"] / (cell["K"] - result["nonfinite"])))
-    return row | {"in_standard_errors": row["bias"] / row["standard_error"]}
+    mean, exact = result["mean"][0], chaotic_network.reference(cell["beta"], [cell["H"]])[cell["H"]].gradient
+    bias, error = mean - exact, np.sqrt(result["variance"] / (cell["K"] - result["nonfinite"]))
+    row = {k: cell[k] for k in ("method", "H", "beta", "B", "K")} | {"mean": mean, "exact": exact, "bias": bias}
+    return row | {"standard_error": error, "in_standard_errors": bias / error}
 
 
 def _figure(config, rows, biases):

@@ -21,7 +21,6 @@ which a component has one width, the mean over the three components and their wi
 The text is Python's own documentation, `pydoc_data.topics`, in small letters.
 """
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -37,6 +36,7 @@ from scipy.stats import rankdata
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts import networks
 
 COMPONENTS = ("rnn", "lstm", "gru")
 MEASURES = ("greedy", "viterbi", "gradient share", "viterbi, a sentence")
@@ -44,20 +44,15 @@ OUTCOMES = ("ablated", "retrained", "delayed")
 LETTERS = " .abcdefghijklmnopqrstuvwxyz"
 
 
-class Config(harness.Config, least={"seeds": 2, "steps": 1, "widths": 1, "length": 1, "batch": 1, "every": 1}):
+WIDTHS = (8, 16, 32)  # of the three components, in another order in each network
+LENGTH, BATCH, EVERY = 20, 16, 25  # letters that are read at once, pieces of text in a step, steps between traces
+
+
+class Config(harness.Config, least={"seeds": 2, "steps": 1}):
     """Options of this experiment."""
 
     seeds: int = 2  # networks.
     steps: int = 100  # of Adam.
-    widths: tuple[int, ...] = (8, 16, 32)  # of the three components, in another order in each network.
-    length: int = 20  # letters that the network reads at once.
-    batch: int = 16  # pieces of text in a step.
-    every: int = 25  # steps from trace to trace.
-
-    def __post_init__(self):
-        super().__post_init__()
-        if len(self.widths) != 3:
-            raise ValueError(f"widths are those of three components, got {self.widths}")
 
 
 PAPER = Config(seeds=48, steps=600)
@@ -93,14 +88,8 @@ def cells(config: Config) -> list[harness.Cell]:
     return harness.grid(network=range(config.seeds))
 
 
-def widths(config: Config, network: int) -> tuple[int, ...]:
-    """The components' units in a network: each order of them in turn."""
-    orders = sorted(set(itertools.permutations(config.widths)))
-    return orders[network % len(orders)]
-
-
 @functools.cache
-def programs(config: Config, widths: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+def programs(steps: int, widths: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
     """Compiled once for all networks of equal widths: `init(key)`, `train(...)`, `retrain(...)` and `test(...)`."""
     network, everything, without = Network(widths), jnp.ones(3), 1.0 - jnp.eye(3)
     optimizer = optax.adam(1e-2)
@@ -110,28 +99,26 @@ def programs(config: Config, widths: tuple[int, ...]) -> tuple[Any, Any, Any, An
         return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, 1:]).mean()
 
     def look(params, letters):
-        greedy, viterbi = (
-            ap.tracing.influence(loss, kind, depth=2)(params, letters, everything) for kind in ("greedy", "viterbi")
-        )
-        one = lambda letters: ap.tracing.influence(loss, "viterbi", depth=2)(params, letters[None], everything)
+        of = lambda kind, letters: ap.tracing.influence(loss, kind, depth=2)(params, letters, everything)
+        greedy, viterbi = (of(kind, letters) for kind in ("greedy", "viterbi"))
+        one = lambda letters: of("viterbi", letters[None])
         column = next(i for i, p in enumerate(greedy.parameters) if "embed" in p)
         rows = jnp.array([greedy.components.index(f"Network/{name}") for name in COMPONENTS])
         each = jnp.mean(jax.vmap(one)(letters).share[:, rows, column], axis=0)
         return jnp.stack([*(x[rows, column] for x in (greedy.share, viterbi.share, viterbi.gradient)), each])
 
-    watch = ap.tracing.every(config.every, look)
+    descend, watch = networks.descent(optimizer, loss), ap.tracing.every(EVERY, look)
 
     def train(key, params, text, mask, traced):
         def step(carry, i):
             params, state = carry
-            starts = jax.random.randint(jax.random.fold_in(key, i), (config.batch, 1), 0, len(text) - config.length - 1)
-            letters = text[starts + jnp.arange(config.length + 1)]
+            starts = jax.random.randint(jax.random.fold_in(key, i), (BATCH, 1), 0, len(text) - LENGTH - 1)
+            letters = text[starts + jnp.arange(LENGTH + 1)]
             seen = watch(i, params, letters) if traced else jnp.zeros(())
-            value, gradient = jax.value_and_grad(loss)(params, letters, mask)
-            updates, state = optimizer.update(gradient, state)
-            return (optax.apply_updates(params, updates), state), (value, seen)
+            params, state, value = descend(params, state, letters, mask)
+            return (params, state), (value, seen)
 
-        (params, _), (losses, seen) = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(config.steps))
+        (params, _), (losses, seen) = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))
         return params, losses, seen
 
     return (
@@ -150,15 +137,16 @@ def reached(losses: np.ndarray, threshold: float) -> int:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    own = widths(config, cell["network"])
-    init, train, retrain, test = programs(dataclasses.replace(config, out=None), own)
+    orders = list(itertools.permutations(WIDTHS))
+    own = orders[cell["network"] % len(orders)]  # each order in turn
+    init, train, retrain, test = programs(config.steps, own)
     train_text, held_out = (jnp.asarray(part) for part in text())
-    pieces = min(300, len(held_out) // (config.length + 1))
-    held_out = held_out[: pieces * (config.length + 1)].reshape(pieces, config.length + 1)
+    pieces = min(300, len(held_out) // (LENGTH + 1))
+    held_out = held_out[: pieces * (LENGTH + 1)].reshape(pieces, LENGTH + 1)
     key = jax.random.key(seed)
     params = init(key)
     trained, during, seen = train(key, params, train_text)
-    seen, during = np.asarray(seen)[:: config.every], np.asarray(during)
+    seen, during = np.asarray(seen)[::EVERY], np.asarray(during)
     influence = seen.mean(axis=0)
     order = np.argsort(-influence[1], kind="stable")
     masks = np.ones((8, 3), np.float32)  # all; without each; without one and two, in order and in opposite order
@@ -167,20 +155,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         row[gone] = 0
     losses = np.asarray(test(trained, held_out, masks)).tolist()
     others, others_during = retrain(key, params, train_text)
-    pick = lambda i: jax.tree.map(lambda x: x[i], others)
+    retrained = jax.vmap(test, (0, None, 0))(others, held_out, masks[1:4, None])
     half = len(during) // 2
     threshold = float(during[max(0, half - 20) : half].mean())
-    return {
-        "widths": list(own),
-        "influence": influence.tolist(),
-        "during": seen.tolist(),
-        "loss": losses[0],
-        "ablated": losses[1:4],
-        "retrained": [float(test(pick(i), held_out, masks)[1 + i]) for i in range(3)],
-        "delayed": [reached(np.asarray(each), threshold) for each in others_during],
-        "in_order": [losses[0], *losses[4:6]],
-        "in_opposite_order": [losses[0], *losses[6:8]],
-    }
+    delayed = [reached(np.asarray(each), threshold) for each in others_during]
+    result = {"widths": own, "influence": influence, "during": seen, "loss": losses[0], "ablated": losses[1:4]}
+    result |= {"retrained": retrained[:, 0], "delayed": delayed}
+    return result | {"in_order": [losses[0], *losses[4:6]], "in_opposite_order": [losses[0], *losses[6:8]]}
 
 
 def correlation(a: Any, b: Any) -> float:
@@ -199,7 +180,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     measured = np.array([[*r["influence"], r["widths"]] for r in results])
     base = {how: 0 if how == "delayed" else np.array([[r["loss"]] for r in results]) for how in OUTCOMES}
     costs = {how: np.array([r[how] for r in results]) - base[how] for how in OUTCOMES}
-    alike = [(c, measured[:, -1, c] == width) for c, width in itertools.product(range(3), sorted(set(config.widths)))]
+    alike = [(c, measured[:, -1, c] == width) for c, width in itertools.product(range(3), WIDTHS)]
     for (k, m), (how, cost) in itertools.product(enumerate((*MEASURES, "width")), costs.items()):
         found = {"": [correlation(*each) for each in zip(measured[:, k], cost, strict=True)]}
         equal = [correlation(measured[own, k, c], cost[own, c]) for c, own in alike if sum(own) > 1]
@@ -211,21 +192,19 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     shown = [{"with the cost of removal": name, **found} for name, found in figures.items()]
     figures["orders of influence"] = len({tuple(np.argsort(r["influence"][1])) for r in results})
     for name in ("in_order", "in_opposite_order"):
-        losses = np.array([r[name] for r in results]).T
-        figures[name] = [
-            {"removed": i, "loss": float(some.mean()), "standard_error": harness.standard_error(some)}
-            for i, some in enumerate(losses)
-        ]
+        losses = enumerate(np.array([r[name] for r in results]).T)
+        of = lambda some: {"loss": float(some.mean()), "standard_error": harness.standard_error(some)}
+        figures[name] = [{"removed": i, **of(some)} for i, some in losses]
     table = harness.table(shown, *shown[0])
     for name in ("in_order", "in_opposite_order"):
         table += f"\nremoved {name.replace('_', ' ')}\n{harness.table(figures[name], *figures[name][0])}"
-    return harness.Report(figures, rows, table, _picture(config, results, figures))
+    return harness.Report(figures, rows, table, _picture(results, figures))
 
 
-def _picture(config, results, figures):
+def _picture(results, figures):
     figure, ((during, rises, order),) = harness.panels(1, 3, (13, 4))
     seen = np.array([r["during"] for r in results])  # (seeds, traces, measures, components)
-    steps = np.arange(seen.shape[1]) * config.every
+    steps = np.arange(seen.shape[1]) * EVERY
     for c, name in enumerate(COMPONENTS):
         for k, style in ((0, ":"), (1, "-")):
             during.plot(steps, seen[:, :, k, c].mean(axis=0), style, color=f"C{c}", label=f"{name}, {MEASURES[k]}")

@@ -17,6 +17,7 @@ The size is that of the scalar graph: edges of the program's equations, element 
 squares in relative errors; shown are its slope and the exponent of a power law through the larger half of the sizes.
 """
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -73,35 +74,26 @@ def plan(rng: np.random.Generator, probability: float = 0.95) -> Any:
     return [(int(rng.integers(10, 501)), plan(rng, probability / 2)) for _ in range(2)]
 
 
-def sizes(planned: Any, inputs: int, scale: float) -> tuple[float, int]:
-    """Twice the weights of a planned network whose widths are scaled, and the number of its outputs."""
+def diamond(make: Any, planned: Any, inputs: int, scale: float = 1.0) -> tuple[Any, int]:
+    """A planned network of layers by `make(inputs, units)`, in lists (diamonds), and the number of its outputs."""
     units = lambda n: max(1, round(scale * n))
     if isinstance(planned, int):
-        return 2.0 * inputs * units(planned), units(planned)
-    found = [(2.0 * inputs * units(first), sizes(rest, units(first), scale)) for first, rest in planned]
-    return sum(own + rest for own, (rest, _) in found), sum(outputs for _, (_, outputs) in found)
-
-
-def diamond(rng: np.random.Generator, planned: Any, inputs: int, scale: float = 1.0) -> tuple[Any, int]:
-    """A planned network, as nested lists of layers (lists are diamonds), and the number of its outputs."""
-    if isinstance(planned, int):
-        units = max(1, round(scale * planned))
-        return dense(rng, inputs, units), units
+        return make(inputs, units(planned)), units(planned)
     branches, outputs = [], 0
     for first, rest in planned:
-        units = max(1, round(scale * first))
-        after, count = diamond(rng, rest, units, scale)
-        branches.append({"first": dense(rng, inputs, units), "rest": after})
+        after, count = diamond(make, rest, units(first), scale)
+        branches.append({"first": make(inputs, units(first)), "rest": after})
         outputs += count
     return branches, outputs
 
 
 def scale_to(planned: Any, edges: float) -> float:
-    """The scale at which a planned network has about so many edges, by bisection."""
+    """The scale at which a planned network has about so many edges, twice its weights, by bisection."""
     low, high = 1e-3, 1e3
     for _ in range(60):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if sizes(planned, 10, middle)[0] < edges else (low, middle)
+        weights, _ = diamond(lambda n, m: n * m, planned, 10, middle)
+        low, high = (middle, high) if 2 * sum(jax.tree.leaves(weights)) < edges else (low, middle)
     return low
 
 
@@ -121,7 +113,7 @@ def problem(cell: harness.Cell, seed: int) -> tuple[Any, Any]:
     if "diamonds" in cell["family"]:
         planned = plan(rng)
         scale = scale_to(planned, n) if cell["family"] == "large diamonds" else 1.0
-        body, outputs = diamond(rng, planned, 10, scale)
+        body, outputs = diamond(functools.partial(dense, rng), planned, 10, scale)
         params = [body, dense(rng, outputs, 10)]
         x, y = normal(1, 10), normal(1, 10)
         return lambda p: jnp.mean((jnp.tanh(apply(p[0], x) @ p[1]["w"] + p[1]["b"]) - y) ** 2), params

@@ -85,7 +85,6 @@ class Config(harness.Config):
     channels: tuple[int, ...] = (8, 16)  # of the convolutions.
     steps: int = 150  # of training.
     batch: int = 50  # images a step.
-    decay: float = 0.01  # AdamW's weight decay.
     points: int = 4  # how often the angles are measured.
 
 
@@ -192,7 +191,7 @@ def compiled(config: Config, name: str, network: str) -> tuple[Any, Any, Any, An
     @jax.jit
     def step(key, number, rate, own, params, state, x, y):
         gradient = mine.gradient(jax.random.fold_in(key, number), own, params, x, y)
-        updates, state = optax.adamw(rate, weight_decay=config.decay).update(gradient, state, (own, params))
+        updates, state = optax.adamw(rate, weight_decay=0.01).update(gradient, state, (own, params))
         updated: Any = optax.apply_updates((own, params), updates)
         return *updated, state
 
@@ -239,11 +238,9 @@ def images(config: Config) -> tuple[str, tuple[Any, ...]]:
     x, test = (v.astype(np.float32) / 255 - 0.5 for v in (data.x_train, data.x_test))
     order = np.random.default_rng(0).permutation(len(x))
     held, kept = order[: len(x) // 10], order[len(x) // 10 :]
+    judged = map(jnp.asarray, (x[held], data.y_train[held], test, data.y_test))
     # What is learned from stays in NumPy, which takes a batch of rows faster.
-    return data.description, (
-        *(x[kept], data.y_train[kept]),
-        *map(jnp.asarray, (x[held], data.y_train[held], test, data.y_test)),
-    )
+    return data.description, (x[kept], data.y_train[kept], *judged)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

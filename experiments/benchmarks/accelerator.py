@@ -166,9 +166,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row["bytes"] = "device's peak" if on_device else "compiled peak"
             row["MB"] = result["peak" if on_device else "compiled"] / 1e6
             row["MB_compiled"], row["largest_batch"] = result["compiled"] / 1e6, result["largest"]
-            row["step_ms"], row["loss"] = 1e3 * float(np.median(result["step"])), result["losses"][-1]
-            row["step_ratio"] = float(np.median(result["step"]) / np.median(plain["step"]))
-            row["loss_off"] = float(np.max(np.abs(np.divide(result["losses"], plain["losses"]) - 1)))
+            took, of_plain = np.median(result["step"]), np.median(plain["step"])
+            row |= {"step_ms": 1e3 * took, "step_ratio": took / of_plain, "loss": result["losses"][-1]}
+            row["loss_off"] = np.max(np.abs(np.divide(result["losses"], plain["losses"]) - 1))
         rows.append(row)
     figure, (axes,) = harness.panels(1, 3, (12, 3.4))
     some = [row for row in rows if row["MB"]]

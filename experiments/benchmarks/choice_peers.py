@@ -30,6 +30,7 @@ from numpyro.infer import TraceGraph_ELBO
 import apgrad as ap
 from experiments import discrete_vae as vae, harness
 from experiments.benchmarks import discrete_choices as toys
+from experiments.parts.networks import apply
 from experiments.parts.turns import take_turns
 
 PROBLEMS = ("toy, theta .5", "toy, theta .1", "quadratic, 200", "autoencoder")
@@ -71,7 +72,7 @@ def toy(name: str, lanes: int) -> Problem:
     return Problem(start, logits, toys.cost, (), lambda parameters: 0.0, (model, guide))
 
 
-def autoencoder(steps: int) -> Problem:
+def autoencoder(steps: int = 2000) -> Problem:
     """The linear autoencoder's encoder, on one minibatch."""
     config = vae.Config(steps=steps, records=1, learning_rate=1e-3)
     images = vae.images("digits")[0]
@@ -81,10 +82,10 @@ def autoencoder(steps: int) -> Problem:
     trained = vae.functions(config, "RLOO, 2")[0](keys[1], begin, state, 0, steps)[0]
     x = vae.binarized(keys[2], images[: vae.BATCH])
     decoder, prior = trained["decoder"], trained["prior"]
-    logits = lambda encoder: vae.apply(encoder, x)
+    logits = lambda encoder: apply(encoder, x)
 
     def cost(z, x):
-        scores = vae.apply(decoder, z)
+        scores = apply(decoder, z)
         return jnp.sum(jax.nn.softplus(scores) - x * scores)
 
     def guide(encoder):
@@ -94,7 +95,7 @@ def autoencoder(steps: int) -> Problem:
     def model(encoder):
         with numpyro.plate("images", len(x)):
             z = numpyro.sample("z", dist.Bernoulli(logits=jnp.broadcast_to(prior, (len(x), 20))).to_event(1))
-            means = vae.apply(decoder, jnp.asarray(z, jnp.float32))
+            means = apply(decoder, jnp.asarray(z, jnp.float32))
             numpyro.sample("x", dist.Bernoulli(logits=means).to_event(1), obs=x)
 
     known = lambda encoder: jnp.mean(vae.divergence(logits(encoder), prior))
@@ -145,9 +146,7 @@ def methods(problem: Problem) -> dict[str, tuple[Callable[[jax.Array, Any], Any]
 class Config(harness.Config):
     """Options of the benchmark."""
 
-    problems: tuple[str, ...] = PROBLEMS  # names in PROBLEMS.
     estimates: int = 4_000  # gradients for a variance.
-    steps: int = 2_000  # of training, for the autoencoder.
     rounds: int = 20  # how often each method is timed.
 
 
@@ -155,12 +154,12 @@ PAPER = Config(estimates=20_000, rounds=100)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    return harness.grid(problem=config.problems)
+    return harness.grid(problem=PROBLEMS)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     name, key = cell["problem"], jax.random.key(seed)
-    learned = autoencoder(config.steps) if name == "autoencoder" else None
+    learned = autoencoder() if name == "autoencoder" else None
     problem, timed = learned or toy(name, 1), learned or toy(name, toys.LANES)
     found, calls = {}, {}
     with jax.numpy_dtype_promotion("standard"):
@@ -181,9 +180,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows, figures = [], {}
     for cell, found in records:
-        equal = {
-            m: (r["variance"] * r["evaluations"], r["standard_error"] * r["evaluations"]) for m, r in found.items()
-        }
+        equal = {m: np.multiply((r["variance"], r["standard_error"]), r["evaluations"]) for m, r in found.items()}
         best = min(PEERS, key=lambda m: equal[m][0])
         for method, row in found.items():
             (mine, error), (peer, peer_error) = equal[method], equal[best]

@@ -4,7 +4,7 @@ One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules 
 scan), an RNN, a scan of checkpointed blocks, a deep MLP, and scans three deep beside one, plain and with
 `ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. The transformers have a width of 64,
 so that starts of kernels make much of a step, and the wide one of 256. Seconds are those of the processor, so that what
-else runs counts little; each program is traced and compiled anew, by turns. Seconds are those with JAX's own options;
+else runs counts little; each program is traced and compiled anew. Seconds are those with JAX's own options;
 compiled memory is with optimization barriers kept, as accelerators' compilers do.
 
     python -m experiments.benchmarks.compiling
@@ -35,7 +35,6 @@ class Config(harness.Config):
     layers: int = 2  # of the MLP and of the transformers.
     deep: int = 4  # layers of the deep MLP.
     steps: int = 32  # of the RNN.
-    rounds: int = 1  # of compiling.
     runs: int = 3  # of each compiled program.
 
 
@@ -174,23 +173,18 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, *arguments = model(config, cell["model"])
     boundaries = rad.rounding(bits=4) if cell["model"] == "checkpointed blocks" else None
-    methods = {
-        "plain": lambda key, *a: loss(*a),
-        "rounding": ap.randomize(loss, rad.rounding(4), boundaries=boundaries),
-    }
-    seconds: dict[str, Any] = {m: {"trace": [], "compile": []} for m in methods}
-    programs, memory = {}, {}
-    for _ in range(config.rounds):
-        for m, f in methods.items():
-            jax.clear_caches()
-            start = time.process_time()
-            lowered = jax.jit(jax.value_and_grad(f, argnums=1)).lower(jax.random.key(seed), *arguments)
-            traced = time.process_time()
-            programs[m] = lowered.compile()
-            seconds[m]["trace"].append(traced - start)
-            seconds[m]["compile"].append(time.process_time() - traced)
-            kept: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
-            memory[m] = int(kept.temp_size_in_bytes)
+    rounded = ap.randomize(loss, rad.rounding(4), boundaries=boundaries)
+    methods = {"plain": lambda key, *a: loss(*a), "rounding": rounded}
+    seconds, programs, memory = {}, {}, {}
+    for m, f in methods.items():
+        jax.clear_caches()
+        start = time.process_time()
+        lowered = jax.jit(jax.value_and_grad(f, argnums=1)).lower(jax.random.key(seed), *arguments)
+        traced = time.process_time()
+        programs[m] = lowered.compile()
+        seconds[m] = {"trace": traced - start, "compile": time.process_time() - traced}
+        kept: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
+        memory[m] = int(kept.temp_size_in_bytes)
     # Several in a row, as a training makes them: right after another program's step, a step takes longer.
     for m, steps in take_turns(programs, config.runs, 0.1, (jax.random.key(seed), *arguments)).items():
         seconds[m]["step"] = steps.tolist()
@@ -201,7 +195,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows = []
     for cell, result in records:
         plain, mine = (result["seconds"][m] for m in ("plain", "rounding"))
-        total = lambda s: float(np.median(np.add(s["trace"], s["compile"])))
+        total = lambda s: s["trace"] + s["compile"]
         row = {**cell, "trace_and_compile_ratio": total(mine) / total(plain)}
         row |= {"trace_and_compile_s": total(mine), "trace_and_compile_s_plain": total(plain)}
         row["step_ratio"] = float(np.median(mine["step"]) / np.median(plain["step"]))

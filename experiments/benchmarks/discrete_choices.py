@@ -28,6 +28,7 @@ from jax import lax
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts import networks
 from experiments.parts.turns import take_turns
 
 PROBLEMS: dict[str, tuple[float, ...]] = {
@@ -101,18 +102,10 @@ def trained(method: str, logits: jax.Array, steps: int, key: jax.Array) -> Any:
     if control is None:
         return None
     optimizer = optax.adam(optax.cosine_decay_schedule(0.02, steps))
-    descent = jax.grad(objective(method, 50), argnums=2)
-
-    @jax.jit
-    def train(control, keys):
-        def step(carry, key):
-            control, state = carry
-            updates, state = optimizer.update(descent(key, logits, control), state)
-            return (optax.apply_updates(control, updates), state), None
-
-        return lax.scan(step, (control, optimizer.init(control)), keys)[0][0]
-
-    return train(control, jax.random.split(key, steps))
+    cost = objective(method, 50)
+    step = networks.descent(optimizer, lambda control, key: cost(key, logits, control))
+    train = jax.jit(lambda begin, keys: lax.scan(lambda carry, key: (step(*carry, key)[:2], None), begin, keys)[0][0])
+    return train((control, optimizer.init(control)), jax.random.split(key, steps))
 
 
 def exact_variance(method: str, probabilities: tuple[float, ...]) -> float | None:

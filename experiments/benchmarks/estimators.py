@@ -20,7 +20,6 @@ temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the 
 state, and with `target="parameters"`. Seconds, and bytes of temporary memory.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ import numpyro.distributions as dist
 
 import apgrad as ap
 from experiments import harness
-from experiments.parts import chaotic_network
+from experiments.parts import chaotic_network, networks
 from experiments.parts.turns import take_turns
 
 BETA = 2.5
@@ -130,9 +129,9 @@ def _measure_rollout(config, horizon, key):
 def _measure_chain(config, nodes, key):
     theta = jnp.float32(1.1)
     gradient = lambda method: jax.jit(jax.grad(chain(method, nodes), argnums=1))
-    compiled = {m: gradient(m).lower(key, theta).compile() for m in ("plain", *CHAIN_METHODS)}
+    compiled: dict[str, Any] = {m: gradient(m).lower(key, theta).compile() for m in ("plain", *CHAIN_METHODS)}
     seconds = take_turns(compiled, config.chain_rounds, arguments=(key, theta))
-    memory = {name: _temporary_bytes(f) for name, f in compiled.items()}
+    memory = {name: f.memory_analysis().temp_size_in_bytes for name, f in compiled.items()}
     rows = []
     for name in compiled:
         added = (seconds[name] - seconds["plain"]) / nodes * 1e6
@@ -144,7 +143,7 @@ def _measure_chain(config, nodes, key):
 
 def _measure_policy(config, size, key):
     sizes, horizon = POLICIES[size]
-    parameters = policy_parameters(key, sizes)
+    parameters = networks.layers(key, sizes)
     of = lambda estimator: policy(sizes, horizon, estimator)
     total = {"decoupled-CF": ap.total_propagation(), "parameters-CF": ap.total_propagation(target="parameters")}
     objectives = {"plain": plain_policy(sizes, horizon), "RP": ap.expectation(of(ap.reparameterization()), LANES)}
@@ -152,10 +151,11 @@ def _measure_policy(config, size, key):
     gradients = {name: jax.grad(f, argnums=1) for name, f in objectives.items()}
     for name, by_state in (("adaptive", False), ("adaptive, by state", True)):
         gradients[name] = adaptive(of(ap.total_propagation()), key, parameters, by_state=by_state)
-    compiled = {name: jax.jit(f).lower(key, parameters).compile() for name, f in gradients.items()}
+    compiled: dict[str, Any] = {name: jax.jit(f).lower(key, parameters).compile() for name, f in gradients.items()}
     seconds = take_turns(compiled, config.policy_rounds, arguments=(key, parameters))
-    rows = [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(f)} for n, f in compiled.items()]
-    return {"rows": rows}
+    rows = [_row(name, seconds[name], seconds["plain"]) for name in compiled]
+    memory = [f.memory_analysis().temp_size_in_bytes for f in compiled.values()]
+    return {"rows": [row | {"bytes": size} for row, size in zip(rows, memory, strict=True)]}
 
 
 def adaptive(program: Any, key: jax.Array, parameters: Any, **options: Any) -> Callable[..., Any]:
@@ -165,18 +165,8 @@ def adaptive(program: Any, key: jax.Array, parameters: Any, **options: Any) -> C
     return lambda key, parameters: made.value_and_grad(key, state, parameters)
 
 
-def policy_parameters(key: jax.Array, sizes: tuple[int, ...]) -> list[list[jax.Array]]:
-    """Weights and biases of a network with layers of these sizes."""
-    keys = jax.random.split(key, len(sizes) - 1)
-    layer = lambda key, n, m: [jax.random.normal(key, (n, m)) / np.sqrt(n), jnp.zeros(m)]
-    return [layer(key, *pair) for key, pair in zip(keys, itertools.pairwise(sizes), strict=True)]
-
-
 def _next_mean(parameters, x):
-    h = x
-    for w, b in parameters[:-1]:
-        h = jnp.tanh(h @ w + b)
-    action = h @ parameters[-1][0] + parameters[-1][1]
+    action = networks.apply(parameters, x)
     effect = 0.3 * jax.random.normal(jax.random.key(5), (x.shape[0], action.shape[0]))
     return 0.9 * x + effect @ action
 
@@ -210,13 +200,6 @@ def policy(sizes: tuple[int, ...], horizon: int, estimator: Any) -> Callable[[ap
     return program
 
 
-def _temporary_bytes(compiled):
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        raise RuntimeError(f"{jax.default_backend()} tells nothing of a program's memory; run this on CPU or GPU")
-    return analysis.temp_size_in_bytes
-
-
 def _row(name, seconds, baseline):
     row = {"method": name, "milliseconds": float(np.median(seconds) * 1e3)}
     return row | {"ratio": float(np.median(seconds / baseline)), "ratio_interval": _median_interval(seconds / baseline)}
@@ -224,7 +207,7 @@ def _row(name, seconds, baseline):
 
 def _median_interval(values):
     """Percentile-bootstrap 95 % interval of the median over rounds."""
-    return harness.interval(harness.bootstrap(values, lambda x: np.median(x, axis=-1), 2000, seed=0))
+    return harness.interval(harness.bootstrap(values, lambda x: np.median(x, axis=-1), 0, 2000))
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -249,9 +232,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 def _picture(rows, last):
     """Bars of the longest rollout and of each policy, as far as they were measured, and what a node of a chain adds."""
-    of = lambda name, size: [
-        r for r in rows if (r["benchmark"], r["size"]) == (name, size) and "plain" not in r["method"]
-    ]
+    mine = [r for r in rows if "plain" not in r["method"]]
+    of = lambda name, size: [r for r in mine if (r["benchmark"], r["size"]) == (name, size)]
     bars = {f"Rollout, H={last['rollout']}": of("rollout", last["rollout"])}
     bars |= {f"Policy of {size:,} parameters": of("policy", size) for size in POLICIES}
     bars = {title: found for title, found in bars.items() if found}

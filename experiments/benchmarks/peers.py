@@ -40,7 +40,7 @@ from experiments import harness
 from experiments.parts.turns import take_turns
 
 DATA = jnp.array([-1.0, 0.5, 2.0, 2.5, -0.3, 0.8, 1.1, 1.9])
-STEPS = 4
+STEPS, SAMPLES = 4, 16  # of the chain; that a gradient is the mean of
 THETA = {"data": jnp.linspace(-0.4, 0.6, 8), "chain": jnp.array([0.3, 0.7])}
 PROBLEMS = ("data", "chain", "chain in scan")
 METHODS = ("surrogate", "TraceGraph_ELBO", "GenJAX", "ap.expectation", "ap.variational.elbo")
@@ -50,7 +50,6 @@ class Config(harness.Config):
     """Options of the benchmark."""
 
     estimates: int = 2_000  # how many gradients each mean and variance is of.
-    samples: int = 16  # how many samples a gradient is the mean of.
     rounds: int = 20  # how often each gradient is timed.
 
 
@@ -228,7 +227,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         truths = {order: np.asarray(f(exact(problem))(wide)) for order, f in ((1, jax.grad), (2, jax.hessian))}
     result: dict[str, Any] = {method: {} for method in METHODS}
     timed = {}
-    for method, gradient in gradients(problem, config.samples).items():
+    for method, gradient in gradients(problem, SAMPLES).items():
         for order, function in ((1, gradient), (2, jax.jacfwd(gradient, argnums=1))):
             try:
                 found = ap.testing.moments(lambda key, f=function: f(key, theta), key, config.estimates)
@@ -257,7 +256,7 @@ def genjax(config: Config, problem: str, seed: int, truths: dict[int, np.ndarray
     found: dict[str, Any] = {}
     script = Path(__file__).with_name("peers_genjax.py")
     for order in (1, 2):
-        command = [python, str(script), problem, str(config.samples), str(config.estimates), str(seed), str(order)]
+        command = [python, str(script), problem, str(SAMPLES), str(config.estimates), str(seed), str(order)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
         answer = json.loads(output.splitlines()[-1])
@@ -276,13 +275,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for cell, result in records:
         base = result["surrogate"]["variance"]
         for method in METHODS:
-            found = result[method]
-            variance = found.get("variance")
+            found, variance = result[method], result[method].get("variance")
             row = {**cell, "method": method, "variance": variance}
             row["variance_over_surrogate"] = None if variance is None else variance / base
-            row |= {"seconds_over_surrogate": found.get("seconds"), "order_1": found["order 1"]}
-            row |= {"order_2": found["order 2"], "error_1": found.get("error 1", "")}
-            rows.append(row | {"error_2": found.get("error 2", "")})
+            row |= {"seconds_over_surrogate": found.get("seconds")}
+            row |= {f"order_{n}": found[f"order {n}"] for n in (1, 2)}
+            rows.append(row | {f"error_{n}": found.get(f"error {n}", "") for n in (1, 2)})
     columns = ("variance_over_surrogate", "seconds_over_surrogate")
     figure, (axes,) = harness.panels(1, 2, (10, 4))
     for axis, name in zip(axes, columns, strict=True):

@@ -71,10 +71,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         plans[name]["seconds"] = time.process_time() - start
         functions[f"plan: {name}"] = plan.function
         memory[f"plan: {name}"] = plan.chosen.peak_bytes
-    programs = {
-        name: jax.jit(jax.grad(f, argnums=1)).lower(key, parameters, x).compile(compiler_options=BARRIERS)
-        for name, f in functions.items()
-    }
+    lowered = {name: jax.jit(jax.grad(f, argnums=1)).lower(key, parameters, x) for name, f in functions.items()}
+    programs = {name: program.compile(compiler_options=BARRIERS) for name, program in lowered.items()}
     flat = lambda tree: np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
     truth = flat(programs["reverse mode"](key, parameters, x))
     noise = {}

@@ -59,19 +59,19 @@ def layered(config: Config, method: str) -> Any:
         return jnp.mean(x**2)
 
     if name.startswith("rounding"):
-        return ap.randomize(run, rad.rounding(bits=int(name.split()[1])))
-    if name in rad_networks.methods(0.1):
-        return ap.randomize(run, rad_networks.methods(0.1)[name], through=None)
+        return ap.randomize(run, rad_networks.sampler(name))
+    if name in rad_networks.SAMPLERS:
+        return ap.randomize(run, rad_networks.sampler(name), through=None)
     return lambda key, *args: run(*args)
 
 
 def recurrent(config: Config, method: str) -> Any:
     """`(key, parameters, images, labels) -> loss`."""
     if "blocks" not in method:
-        return rad_networks.method_loss("rnn", method, 0.1)
+        return rad_networks.method_loss("rnn", method)
     if method == "checkpoint blocks":
         return lambda key, *args: rad_networks.checkpointed_rnn(*args)
-    sampler = rad.same_sample(0.1) if method.endswith("same") else rad.rounding(bits=4)
+    sampler = rad_networks.sampler(method.removeprefix("blocks + "))
     return lambda key, *args: ap.randomize(rad_networks.checkpointed_rnn, sampler)(key, *args)
 
 
@@ -110,10 +110,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         mine, base = (np.array(result["seconds"][m]) for m in both)
         (temp, residual), (temp_base, residual_base) = (np.array(result["memory"][m]) / 1e6 for m in both)
         low, high = np.percentile(mine / base, [25, 75])
-        row = {**cell, "time_ratio": float(np.median(mine) / np.median(base))}
-        row |= {"time_ratio_low": float(low), "time_ratio_high": float(high)}
-        row |= {"temp_MB": float(temp), "temp_MB_reverse_mode": float(temp_base)}
-        rows.append(row | {"residual_MB": float(residual), "residual_MB_reverse_mode": float(residual_base)})
+        row = {**cell, "time_ratio": np.median(mine) / np.median(base), "time_ratio_low": low, "time_ratio_high": high}
+        row |= {"temp_MB": temp, "temp_MB_reverse_mode": temp_base}
+        rows.append(row | {"residual_MB": residual, "residual_MB_reverse_mode": residual_base})
     columns = [name for name in rows[0] if name not in ("time_ratio_low", "time_ratio_high")]
     figure, (axes,) = harness.panels(1, 2, (10, 4))
     for ax, network in zip(axes, ("layers", "rnn"), strict=True):

@@ -14,33 +14,21 @@ they are, .001 for the critic, and, since an episode ends after `horizon` steps,
 at the end. Lanes are out of step by whole windows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.parts import networks
 from experiments.parts.policies import CLIP, Learning, System
 
 GAMMA, LAMBDA, PASSES, BATCHES, RATE, FOLLOW = 0.99, 0.95, 16, 4, 1e-3, 0.8
 
 
-def new_critic(key: jax.Array, inputs: int, units: int) -> list[tuple[jax.Array, jax.Array]]:
-    """A network of two hidden layers of tanh units, zero at first."""
-    sizes, keys = ((inputs, units), (units, units), (units, 1)), jax.random.split(key, 3)
-    scales = (1.0, 1.0, 0.0)
-    layers = zip(keys, sizes, scales, strict=True)
-    return [(s * jax.random.normal(k, (n, m)) / n**0.5, jnp.zeros(m)) for k, (n, m), s in layers]
-
-
-def value(critic: list[tuple[jax.Array, jax.Array]], s: jax.Array, left: jax.Array) -> jax.Array:
+def value(critic: networks.Layers, s: jax.Array, left: jax.Array) -> jax.Array:
     """The cost to come of states (..., n) with so much of the episode left, from 0 to 1, (...)."""
-    h = jnp.concatenate([s, left[..., None]], axis=-1)
-    for w, b in critic[:-1]:
-        h = jnp.tanh(h @ w + b)
-    w, b = critic[-1]
-    return left * (h @ w + b)[..., 0]
+    return left * networks.apply(critic, jnp.concatenate([s, left[..., None]], axis=-1))[..., 0]
 
 
 def goals(costs: jax.Array, values: jax.Array) -> jax.Array:
@@ -54,9 +42,7 @@ def goals(costs: jax.Array, values: jax.Array) -> jax.Array:
     return jax.lax.scan(back, values[-1], (costs, values), reverse=True)[1]
 
 
-def learner(
-    system: System, horizon: int, new_policy: Callable[[jax.Array], Any], lanes: int, window: int, units: int
-) -> Learning:
+def learner(system: System, horizon: int, new_policy: Any, lanes: int, window: int, units: int) -> Learning:
     """A step is as many windows as an episode has; the actor's gradients are clipped by their norm."""
     clipped = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam())
     actor, fitting = optax.apply_if_finite(clipped, 10**9), optax.adam(RATE)
@@ -65,7 +51,8 @@ def learner(
         policy, (place, begin, other) = new_policy(key), jax.random.split(jax.random.fold_in(key, 1), 3)
         s = system.start(begin, lanes)
         t = window * jax.random.randint(place, (lanes,), 0, horizon // window)
-        critic = new_critic(other, s.shape[1] + 1, units)
+        *hidden, (w, b) = networks.layers(other, (s.shape[1] + 1, units, units, 1))
+        critic = [*hidden, (0 * w, b)]  # zero at first
         return policy, actor.init(policy), critic, fitting.init(critic), critic, s, t
 
     def left(t):

@@ -16,13 +16,7 @@ UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # on ±
 
 
 def convnet(
-    inputs: int,
-    classes: int,
-    rngs: nnx.Rngs,
-    *,
-    colors: int = 1,
-    channels: tuple[int, int] = (8, 16),
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+    inputs: int, classes: int, rngs: Any, *, colors: int = 1, channels: Any = (8, 16), activation: Any = jax.nn.relu
 ) -> nnx.Sequential:
     """Two convolutions of 3x3, each with an activation and max-pooling, and a dense layer."""
     side, (first, second) = round((inputs // colors) ** 0.5), channels

@@ -157,19 +157,14 @@ def _compiled(method, horizon, lanes, parameters):
 
 def _adaptive(method, horizon, lanes, parameters):
     made = ap.adaptive(program(method, horizon, parameters), lanes, by_state=method == "by state")
+    call = lambda state, key, theta: made.value_and_grad(key, state, theta)
 
     def estimates(keys, theta):
-        state = past(made, jax.random.fold_in(keys[0], 1), theta)
-        return jax.lax.map(lambda key: made.value_and_grad(key, state, theta)[1], keys, batch_size=min(10, len(keys)))
+        first, *_ = past = jax.random.split(jax.random.fold_in(keys[0], 1), PAST + 1)
+        state, _ = jax.lax.scan(lambda s, key: (call(s, key, theta)[2], None), made.init(first, theta), past[1:])
+        return jax.lax.map(lambda key: call(state, key, theta)[1], keys, batch_size=min(10, len(keys)))
 
     return estimates
-
-
-def past(made: ap.Adaptive, key: jax.Array, *args: Any) -> ap.AdaptiveState:
-    """The state after `PAST` calls with the same arguments; no later call may have the key."""
-    keys = jax.random.split(key, PAST + 1)
-    step = lambda state, key: (made.value_and_grad(key, state, *args)[2], None)
-    return jax.lax.scan(step, made.init(keys[0], *args), keys[1:])[0]
 
 
 class Exact(NamedTuple):

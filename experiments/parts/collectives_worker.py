@@ -1,5 +1,6 @@
 """Compiles one sharded step and prints what it exchanges: the process that `experiments.collectives` starts."""
 
+import functools
 import itertools
 import json
 import sys
@@ -69,14 +70,10 @@ def model(randomized, sharding):
     return step, (weights, jax.random.key(0), jnp.ones((6400, 512))), places, weights
 
 
-CASES = {
-    "lanes": lanes,
-    "outer tasks": tasks,
-    "batch of a randomized model": lambda: model(True, "batch"),
-    "weights of a randomized model": lambda: model(True, "weights"),
-    "batch of a gradient": lambda: model(False, "batch"),
-    "weights of a gradient": lambda: model(False, "weights"),
-}
+CASES: dict[str, Any] = {"lanes": lanes, "outer tasks": tasks}
+for kind in ("gradient", "randomized model"):
+    for sharding in ("batch", "weights"):
+        CASES[f"{sharding} of a {kind}"] = functools.partial(model, kind == "randomized model", sharding)
 
 
 def main(what: str) -> None:
@@ -84,11 +81,8 @@ def main(what: str) -> None:
     step, args, places, parameters = CASES[what]()
     compiled = jax.jit(step, in_shardings=places).lower(*args).compile()
     memory: Any = compiled.memory_analysis()
-    sizes = {
-        "parameter bytes": sum(x.nbytes for x in jax.tree.leaves(parameters)),
-        "argument bytes": memory.argument_size_in_bytes,
-        "temp bytes": memory.temp_size_in_bytes,
-    }
+    sizes = {"argument bytes": memory.argument_size_in_bytes, "temp bytes": memory.temp_size_in_bytes}
+    sizes["parameter bytes"] = sum(x.nbytes for x in jax.tree.leaves(parameters))
     print(json.dumps(count(compiled.as_text() or "") | sizes))
 
 

@@ -50,7 +50,7 @@ class Config(harness.Config):
         return {"hint": self.length, "held_out": 0.0, "hint_before": True}
 
 
-THESIS: dict[str, Any] = {"points": 100, "length": 100, "learning_rate": 1e-3, "rate": 1e-4}
+THESIS: dict[str, Any] = {"points": 100, "length": 100, "learning_rate": 1e-3, "rate": 1e-4, "tasks": 1}
 """What the thesis's settings share."""
 
 
@@ -143,14 +143,7 @@ class Judged(NamedTuple):
 
 
 def judged_training(
-    outer: meta.OuterGradient,
-    optimizer: optax.GradientTransformation,
-    theta: Any,
-    seed: int,
-    steps: int,
-    points: int,
-    judge: Callable[[Any], np.ndarray],
-    checkpoint: harness.Checkpoint,
+    outer: Any, optimizer: Any, theta: Any, seed: int, steps: int, points: int, judge: Any, saved: harness.Checkpoint
 ) -> Judged:
     """Trains in `points` stretches of equal length; after each, judges and saves, so that a killed run goes on there.
 
@@ -160,7 +153,7 @@ def judged_training(
         raise ValueError(f"the outer steps are a multiple of the points of a curve, got {steps} and {points}")
     begin, call = _compiled(outer, optimizer, steps // points)
     start = begin(theta, jax.random.key(seed)), theta, np.zeros((0, 1)), np.zeros(0)
-    training, best, judgements, losses = checkpoint.load(start)
+    training, best, judgements, losses = saved.load(start)
     if not len(judgements):
         judgements = np.asarray(judge(theta), np.float64)[None]
     while len(losses) < points:
@@ -170,7 +163,7 @@ def judged_training(
             best = training.theta
         judgements = np.concatenate([judgements, found[None]])
         losses = np.append(losses, np.mean(metrics["loss"]))
-        checkpoint.save((training, best, judgements, losses))
+        saved.save((training, best, judgements, losses))
     return Judged(best, judgements, losses, int(training.skipped))
 
 
@@ -246,23 +239,16 @@ def total_loss(curves: np.ndarray) -> float:
 
 def along(values: np.ndarray) -> list[dict[str, float]]:
     """Mean, deviation and standard error over runs (runs, steps + 1), for each step."""
-    columns = values.mean(axis=0), values.std(axis=0, ddof=1)
-    root = len(values) ** 0.5
-    return [
-        {"mean": float(mean), "deviation": float(deviation), "standard_error": float(deviation / root)}
-        for mean, deviation in zip(*columns, strict=True)
-    ]
+    found, root = np.stack([values.mean(axis=0), values.std(axis=0, ddof=1)], axis=1), len(values) ** 0.5
+    return [{"mean": m, "deviation": d, "standard_error": d / root} for m, d in found.tolist()]
 
 
 def curve_figure(
-    curves: dict[str, dict[str, list[list[float]]]],
-    steps: int,
-    title: str,
-    constants: Any = None,
-    *,
-    inner: bool = False,
+    curves: dict[str, dict[str, Any]], steps: int, title: str, constants: Any = None, *, inner: bool = False
 ) -> Figure:
     """Panels of medians over seeds, with all seeds behind them; in each panel the constants are lines."""
+    if not curves:
+        raise SystemExit("optimizers are tuned, but no rule is trained")
     count = len(curves) + inner
     figure, (axes,) = harness.panels(1, count, (4.5 * count, 3.6))
     for ax, (panel, lines) in zip(axes, curves.items(), strict=False):

@@ -191,13 +191,29 @@ def last(evaluations: int) -> slice:
 
 def bounds(config: Any, values: np.ndarray) -> list[float]:
     """The 95 % bootstrap interval of the mean of values (n,)."""
-    return harness.interval(harness.bootstrap(values, lambda x: x.mean(-1), config.resamples, config.seed))
+    return harness.interval(harness.bootstrap(values, lambda x: x.mean(-1), config.seed))
 
 
 def mean(config: Any, name: str, values: np.ndarray) -> dict[str, float]:
-    """The mean of values (n,) under a name, with its interval, as `harness.table` shows them."""
+    """The mean of values (n,) under a name, with its interval, as `harness.table` shows them, and their median."""
     low, high = bounds(config, values)
-    return {name: float(values.mean()), f"{name}_low": low, f"{name}_high": high}
+    return {name: values.mean(), f"{name}_low": low, f"{name}_high": high, f"{name}_median": np.median(values)}
+
+
+def plot(
+    axes: Any, rows: Any, curves: Any, methods: Any, every: int, config: Any, seconds: Any = None, dashed: Any = ()
+) -> None:
+    """The cost of each row's method against steps, and on a second panel against seconds, given those of a step."""
+    for row in rows:
+        name, costs = row["method"], curves[row["method"]]
+        steps = every * np.arange(1, costs.shape[1] + 1)
+        style = {"color": methods[name].colour, "label": f"{name} (rate {row['rate']:g})"}
+        style["fmt"] = "--" if name in dashed else "-"
+        for axis, scale in zip(axes, (1,) if seconds is None else (1, seconds[name]), strict=True):
+            harness.averaged(axis, steps * scale, costs, config.seed, **style)
+    for axis, clock in zip(axes, ("steps of Adam", "processor seconds (steps times seconds a step)"), strict=False):
+        axis.set(yscale="log", xlabel=clock)
+    axes[-1].legend()
 
 
 def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:

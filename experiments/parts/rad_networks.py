@@ -10,7 +10,7 @@ identity, and the other two are normal with deviation .001 (the paper: N(0, 0.00
 set's mean and deviation.
 """
 
-import itertools
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +23,15 @@ import apgrad as ap
 from apgrad import memory as rad
 
 NAMES = ("mlp", "convnet", "rnn", "transformer")
+BATCH = 150  # examples of every method but the smaller batches
 PIXELS = {  # mean and deviation by the number of channels: MNIST's, and CIFAR-10's
     1: ((0.1307,), (0.3081,)),
     3: ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
 }
+LAYERS: dict[str, Any] = {"mlp": (("dense", 300), ("dense", 300), ("dense", 300), ("dense", 10))}
+LAYERS["convnet"] = (("conv 5", 16), ("conv 5", 32), ("pool", 0), ("conv 5", 32), ("conv 5", 32), ("pool", 0))
+LAYERS["convnet"] += (("dense", 10),)
+"""Layers by kind and size: "conv K" has K x K windows, "pool" halves both sides, "rows" is dense for every row."""
 SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1), "transformer": (28, 28, 1)}
 
 
@@ -57,11 +62,8 @@ def parameters(name: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
         bound = float(np.prod(size[:-1])) ** -0.5
         return tuple(jax.random.uniform(next(keys), s, float, -bound, bound) for s in (size, size[-1:]))
 
-    if name == "mlp":
-        return [layer(a, b) for a, b in itertools.pairwise((int(np.prod(shape)), 300, 300, 300, 10))]
-    if name == "convnet":
-        convs = [layer(5, 5, a, b) for a, b in itertools.pairwise((shape[2], 16, 32, 32, 32))]
-        return [*convs, layer((shape[0] // 4) * (shape[1] // 4) * 32, 10)]
+    if name in LAYERS:
+        return [layer(*size) for size in kernels(LAYERS[name], shape)]
     if name == "rnn":
         small = lambda *size: 0.001 * jax.random.normal(next(keys), size)
         return [(small(1, 100), jnp.eye(100), jnp.zeros(100)), (small(100, 10), jnp.zeros(10))]
@@ -82,41 +84,64 @@ def pool(x: jax.Array) -> jax.Array:
     return x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
 
 
-def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
+def kernels(layers: Any, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the layers' kernels, for images of a shape (height, width, channels)."""
+    (height, width, channels), found = shape, []
+    for name, size in layers:
+        kind, *window = name.split()
+        if kind == "pool":
+            height, width = height // 2, width // 2
+            continue
+        seen = {"conv": (*map(int, window * 2), channels), "rows": (channels,), "dense": (height * width * channels,)}
+        found.append((*seen[kind], size))
+        height, width, channels = (1, 1, size) if kind == "dense" else (height, width, size)
+    return found
+
+
+def apply(kind: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A layer without its bias."""
+    if kind == "conv":
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return (x.reshape(len(x), -1) if kind == "dense" else x) @ w
+
+
+def run(layers: Any, params: Any, x: jax.Array, zeros: Any = None) -> tuple[jax.Array, list[jax.Array]]:
+    """The scores of images, and the layers' inputs; `zeros`, if given, are added to the layers' outputs."""
+    inputs = []
+    for i, (name, _) in enumerate(layers):
+        if name == "pool":
+            x = pool(x)
+            continue
+        (kernel, bias), at = params[len(inputs)], len(inputs)
+        inputs.append(x)
+        x = apply(name.split()[0], x, kernel) + bias
+        x = x if zeros is None else x + zeros[at]
+        x = x if i == len(layers) - 1 else jax.nn.relu(x)
+    return x, inputs
+
+
+def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., Any]:
     """`(parameters, images) -> (n, 10)`, for images of bytes, which are standardized inside.
 
     A reverse pass computes the standardized images again from the bytes, which the caller has, unless the input is
     remembered like any other layer's, as the paper counts it.
     """
 
-    def conv(x, w, b):
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
-
-    def run(params, images):
+    def scores(params, images):
         x = standardized(images)
         if input_is_remembered:
             x = jax.lax.optimization_barrier(x)
         if name == "transformer":
-            scores: Any = Transformer().apply(params, x)
-            return scores
-        if name == "mlp":
-            x = x.reshape(len(x), -1)
-            for w, b in params[:-1]:
-                x = jax.nn.relu(x @ w + b)
-        elif name == "convnet":
-            for i, (w, b) in enumerate(params[:-1]):
-                x = jax.nn.relu(conv(x, w, b))
-                x = pool(x) if i % 2 else x
-            x = x.reshape(len(x), -1)
-        else:
-            w, u, b = params[0]
-            pixels = x.reshape(len(x), -1, 1).swapaxes(0, 1)
-            start = jnp.zeros((len(x), u.shape[0]))
-            x, _ = jax.lax.scan(lambda h, pixel: (jax.nn.relu(h @ u + b + pixel @ w), None), start, pixels)
-        w, b = params[-1]
-        return x @ w + b
+            return Transformer().apply(params, x)
+        if name in LAYERS:
+            return run(LAYERS[name], params, x)[0]
+        (w, u, b), (v, c) = params
+        pixels = x.reshape(len(x), -1, 1).swapaxes(0, 1)
+        start = jnp.zeros((len(x), u.shape[0]))
+        h, _ = jax.lax.scan(lambda h, pixel: (jax.nn.relu(h @ u + b + pixel @ w), None), start, pixels)
+        return h @ v + c
 
-    return run
+    return scores
 
 
 def loss(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
@@ -130,27 +155,26 @@ def loss(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.A
     return cross_entropy
 
 
-def methods(fraction: float) -> dict[str, Any]:
-    """The paper's estimators and ours, by name: what they remember of the layers' inputs."""
-    return {
-        "same": rad.same_sample(fraction),
-        "different": rad.different_sample(fraction),
-        "distinct": rad.different_sample(fraction, replacement=False),
-        "stratified": rad.stratified(fraction),
-        "project": rad.projection(fraction),
-        "heavy": rad.heavy(fraction),
-    }
+SAMPLERS: dict[str, Callable[[float], Any]] = {
+    "same": rad.same_sample,
+    "different": rad.different_sample,
+    "distinct": functools.partial(rad.different_sample, replacement=False),
+    "stratified": rad.stratified,
+    "project": rad.projection,
+    "heavy": rad.heavy,
+}
+"""The paper's estimators and ours, by name, as functions of the fraction of the layers' inputs that they remember."""
 
 
-def sampler(method: str, fraction: float = 0.1) -> Any:
-    """What a method remembers: "rounding N" has N bits; of `methods`, "different 0.5" has its own fraction."""
+def sampler(method: str) -> Any:
+    """What a method remembers: "rounding N" has N bits, those of `SAMPLERS` a tenth, and "different 0.5" a half."""
     kind, *number = method.split()
     if kind == "rounding":
         return rad.rounding(bits=int(number[0]))
-    return methods(float(number[0]) if number else fraction)[kind]
+    return SAMPLERS[kind](float(number[0]) if number else 0.1)
 
 
-def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
+def method_loss(name: str, method: str) -> Callable[..., jax.Array]:
     """`(key, parameters, images, labels) -> mean cross-entropy` with the memory of a method.
 
     "baseline" and "reduced" remember everything; others are those of `sampler`.
@@ -158,11 +182,20 @@ def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Ar
     if method.startswith(("baseline", "reduced")):
         plain = loss(name)
         return lambda key, *args: plain(*args)
-    memory, rounded = sampler(method, fraction), method.startswith("rounding")
+    memory, rounded = sampler(method), method.startswith("rounding")
     if name == "transformer" and not rounded:
         return ap.randomize(loss(name), memory)
     # As in the paper, inputs of layers are sampled, and all that messages pass on their way is exact.
     return ap.randomize(loss(name, input_is_remembered=True), memory, through=memory if rounded else None)
+
+
+@functools.cache
+def residual_bytes(network: str, method: str, size: int, shape: tuple[int, ...]) -> int:
+    """What reverse mode remembers of so many examples, measured; see `apgrad.memory.residuals`."""
+    params = jax.eval_shape(lambda: parameters(network, jax.random.key(0), shape))
+    x, y = jax.ShapeDtypeStruct((size, *shape), jnp.uint8), jax.ShapeDtypeStruct((size,), jnp.int32)
+    loss = method_loss(network, method)
+    return sum(r.nbytes for r in rad.residuals(lambda p, x, y: loss(jax.random.key(0), p, x, y), params, x, y))
 
 
 def checkpointed_rnn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -181,7 +214,5 @@ def checkpointed_rnn(params: Any, images: jax.Array, labels: jax.Array) -> jax.A
 def layers(gradient: Any) -> dict[Any, np.ndarray]:
     """Each layer's gradient, its weights' and biases' in one, by number or name."""
     groups = gradient["params"].items() if isinstance(gradient, dict) else enumerate(gradient, 1)
-    return {
-        name: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64)
-        for name, layer in groups
-    }
+    flat = lambda layer: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)])
+    return {name: flat(layer).astype(np.float64) for name, layer in groups}

@@ -191,7 +191,7 @@ class TestHarness:
 
     def test_bootstrap_interval_of_a_variance(self):
         samples = np.random.default_rng(0).standard_normal(400)
-        low, high = harness.interval(harness.bootstrap(samples, chaos.sample_variance, 4000, 1))
+        low, high = harness.interval(harness.bootstrap(samples, chaos.sample_variance, 1, 4000))
         # The variance of a normal sample has standard error sqrt(2 / n).
         assert low < 1 < high
         assert (high - low) / (2 * 1.96) == pytest.approx(np.sqrt(2 / 400), rel=0.1)
@@ -311,7 +311,7 @@ def test_reparameterization_of_the_swarm_has_the_exact_gradient():
 
 
 def test_the_report_finds_bias_and_gain():
-    config = gaussian_shaping_swarm.Config(widths=(0.4,), lanes=(50,), horizons=(2,), estimates=400, resamples=50)
+    config = gaussian_shaping_swarm.Config(widths=(0.4,), lanes=(50,), horizons=(2,), estimates=400)
     rng, records, truth = np.random.default_rng(0), [], np.linspace(0, 1, 8)
     noise = dict.fromkeys(linear_swarm.METHODS, 1.0) | {"LR": 4.0}
     for cell in gaussian_shaping_swarm.cells(config):
@@ -350,7 +350,7 @@ def test_early_no_lane_is_four_times_the_typical_one_and_the_bias_is_against_the
     np.testing.assert_allclose(*found, rtol=1e-5)
     clipped = total_propagation.CLIPPED[:1]
     one = {"horizons": (4,), "betas": (1.5,), "parameters": (1,), "methods": clipped}
-    config = total_propagation.Config(**one, estimates=3, bias_points=(), resamples=5)
+    config = total_propagation.Config(**one, estimates=3, bias_points=())
     exact = chaotic_network.exact(1.5, [4])[4].gradient
     result = {"mean": [exact + 0.25], "nonfinite": 0, "squares": [1.0, 2.0, 3.0]}
     rows = total_propagation.report(config, [(c, result) for c in total_propagation.cells(config)]).rows

@@ -112,7 +112,7 @@ def test_a_prior_and_rule_that_are_trained_together_have_fitted_standardizers():
 def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standardizers():
     task = mplp_from_random.task_of("sinusoid")
     dense = [f"{i}_dense/{part}" for i in (0, 2, 4) for part in ("bias", "weight")]
-    rule = mplp_from_random.new_rule("sinusoid", task, 0, None)
+    rule = mplp_from_random.new_rule("sinusoid", task, 0)
     messages = [f"{name}/message" for name in ("1_activation", "3_activation", "loss")]
     assert sorted(rule.standardizers) == sorted([*dense, *messages])
     all_of = lambda name: np.concatenate([np.ravel(vars(s)[name]) for s in rule.standardizers.values()])
@@ -133,7 +133,7 @@ def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(obje
     points = lambda params, batch: jnp.asarray(batch[0].shape[0], float)
     task = mplp_from_random.task_of("sinusoid")._replace(loss=points)
     small = {"message_size": 1, "hidden": 1, "layers": ()}
-    outer, _, rule = mplp_from_random.training("sinusoid", task, 0, None, objective, **small)
+    outer, _, rule = mplp_from_random.training("sinusoid", task, 0, objective, **small)
     loss, *_ = jax.jit(lambda rule, key: outer.estimate(rule, key, outer.init(rule, key)))(rule, jax.random.key(0))
     assert loss == pytest.approx(expected)
 
@@ -210,11 +210,11 @@ def test_objectives_side_by_side_are_each_alone():
     task = mplp_from_random.task_of("mnist", transfer="16-5-10")
     first = lambda drawn, key: jax.tree.map(lambda x: x[:8], task.held_out(drawn, key))
     pairs = {"data": task, "held-out": task, "published": task._replace(held_out=first)}
-    rule = mplp_from_random.new_rule("mnist", task, 0, None)
+    rule = mplp_from_random.new_rule("mnist", task, 0)
     side = mplp_objective.outer_gradient(mplp_from_random.pooled_task("mnist", task, 0))
     estimate = lambda outer, theta: outer.estimate(theta, jax.random.key(1), outer.init(theta, jax.random.key(2)))[:2]
     for name, alone in pairs.items():
-        outer = mplp_from_random.training("mnist", alone, 0, None, "data" if name == "published" else name)[0]
+        outer = mplp_from_random.training("mnist", alone, 0, "data" if name == "published" else name)[0]
         loss, gradient = jax.jit(lambda rule, outer=outer: estimate(outer, rule))(rule)
         numbered = meta_curves.Numbered(rule, jnp.array(mplp_objective.OBJECTIVES[name]))
         same, found = jax.jit(lambda theta: estimate(side, theta))(numbered)

@@ -22,9 +22,9 @@ def test_the_pathwise_bias_of_the_ball_is_the_jump_times_its_density():
     jumps = 0.0
     for angle, sign in ((brentq(clears, 0.3, 0.8), -1), (brentq(clears, 0.8, 1.4), 1)):
         jumps += sign * (np.sin(2 * angle) - contact.WALL) * norm.pdf(angle, theta, contact.THROW)
-    smooth = contact.gradients("ball", "RP", theta, 200_000, 2, 0, 0.2).mean()
+    smooth = contact.gradients("ball", "RP", theta, 200_000, 2, 0).mean()
     assert contact.exact_ball(theta) == pytest.approx(smooth + jumps, abs=0.01)
-    unbiased = contact.gradients("ball", "LR", theta, 10_000, 100, 0, 0.2)
+    unbiased = contact.gradients("ball", "LR", theta, 10_000, 100, 0)
     error = unbiased.std() / len(unbiased) ** 0.5
     assert abs(unbiased.mean() - contact.exact_ball(theta)) < 4 * error
     assert abs(jumps) > 50 * error

@@ -111,8 +111,8 @@ def gradients_stand_beside_the_exact_one(results):
     return rows and "variance_ratio_decoupled-CF_H4_beta2.5" in results
 
 
-SMALL = "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50 --resamples 50"
-TOTAL = "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias-points 4 10 20 --parameters 5"
+SMALL = "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50"
+TOTAL = "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --bias-points 4 10 20 --parameters 5"
 SECOND = "--estimates 20 --families bernoulli --graphs 'one node'"
 TIMED = "--horizons 2 --rounds 3 --nodes 100 --chain-rounds 3 --policy-rounds 3"
 SETTINGS = "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2"  # setting 0 has step functions
@@ -123,12 +123,12 @@ DYNAMICS = f"{META} --tasks 1 --judged 2"
 ENTROPIES = f"{META} --judged 2 --batch 4 --message-size 2"
 SINUSOID = "--runs 2 --sizes 1 --steps 2 --points 1 --hidden 1"
 DIGITS = "--data digits --methods baseline 'rounding 4' --steps 40 --evaluations 1 --seeds 1 --pairs 0"
-POLICY = "--lanes 4 --rates 0.001 0.01 --resamples 20"
-SEARCH = f"{POLICY} --horizon 3 --policies 4 --iterations 5 --evaluations 5 --seeds 2"
+POLICY = "--lanes 4 --rates 0.001 0.01"
+SEARCH = f"{POLICY} --horizon 3 --units 4 --iterations 5 --evaluations 5 --seeds 2"
 CLIPPED = f"{POLICY} --horizon 3 --tasks 'last step' --units 4 --steps 5 --long 6 --seeds 2"
 CONTACTS = f"{POLICY} --horizon 10 --units 4 --steps 5 --estimates 3 "
 CONTACTS += f"--methods RP {policy_search_contacts.SHAC} multilevel"
-CARTPOLE = "--episodes 2 --iterations 3 --particles 4 --repetitions 2 --resamples 20"
+CARTPOLE = "--episodes 2 --iterations 3 --particles 4 --repetitions 2"
 ERRORS = "--policies 1 --stages 0 1 --units 4 --horizon 3 --lanes 4 --estimates 5 --reference 6"
 
 FEW_TIMED = {"ROLLOUT_METHODS": ("RP", "TP", "decoupled-CF"), "POLICIES": {41: ((3, 8, 1), 2)}}
