@@ -53,11 +53,8 @@ from experiments.parts import meta_curves
 
 PARTIAL = True
 HELD_OUT = 200  # images
-ARMS = {
-    "random start": ("random", 0.0),
-    "random start, batch entropy": ("random", 2.0),
-    "started as gradient descent": ("gradient_descent", 0.0),
-}
+ARMS = {"random start": ("random", 0.0), "random start, batch entropy": ("random", 2.0)}
+ARMS["started as gradient descent"] = ("gradient_descent", 0.0)
 BASELINES = {"Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03)), "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0))}
 RECORDED = ("held_out", "entropy", "penalty")
 

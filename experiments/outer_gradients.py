@@ -121,8 +121,7 @@ def sampler(name: str, length: int) -> Callable[[jax.Array, jax.Array], jax.Arra
 
 def cells(config: Config) -> list[harness.Cell]:
     names = (*(f"reference, {name}" for name in REFERENCES), *ESTIMATORS)
-    grid = harness.grid(theta=config.rates, T=config.lengths, estimator=names)
-    return [{k: cell[k] for k in ("estimator", "theta", "T")} for cell in grid]
+    return harness.grid(estimator=names, theta=config.rates, T=config.lengths)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

@@ -46,6 +46,15 @@ from experiments import harness
 from experiments.parts import networks, rad_networks
 from experiments.parts.rad_networks import apply
 
+PARTIAL = True
+# As `rad_networks.LAYERS`.
+NETWORKS = {
+    "mlp": (("dense", 300), ("dense", 300), ("dense", 10)),
+    "convnet": (("conv 5", 16), ("conv 5", 32), ("pool", 0), ("conv 5", 32), ("pool", 0), ("dense", 10)),
+    "wide convnet": (("conv 3", 64), ("pool", 0), ("conv 3", 64), ("pool", 0), ("dense", 100), ("dense", 10)),
+    "rows": (("rows", 64), ("rows", 64), ("rows", 64), ("dense", 10)),
+}
+
 
 class Config(harness.Config):
     """Options of this experiment."""
@@ -58,26 +67,9 @@ class Config(harness.Config):
     draws: int = 30  # of the memory, for each noise.
 
 
-PARTIAL = True
-PAPER = Config(
-    data="mnist",
-    networks=("mlp", "convnet", "wide convnet", "rows"),
-    samplers=(
-        *("different 0.05", "different 0.1", "different 0.3", "distinct 0.1", "stratified 0.1"),
-        *("rounding 8", "rounding 4", "rounding 2"),
-    ),
-    batch=300,
-    training_steps=(0, 300),
-    draws=60,
-)
-
-# As `rad_networks.LAYERS`.
-NETWORKS = {
-    "mlp": (("dense", 300), ("dense", 300), ("dense", 10)),
-    "convnet": (("conv 5", 16), ("conv 5", 32), ("pool", 0), ("conv 5", 32), ("pool", 0), ("dense", 10)),
-    "wide convnet": (("conv 3", 64), ("pool", 0), ("conv 3", 64), ("pool", 0), ("dense", 100), ("dense", 10)),
-    "rows": (("rows", 64), ("rows", 64), ("rows", 64), ("dense", 10)),
-}
+SAMPLERS = ("different 0.05", "different 0.1", "different 0.3", "distinct 0.1", "stratified 0.1")
+SAMPLERS += ("rounding 8", "rounding 4", "rounding 2")
+PAPER = Config(data="mnist", networks=tuple(NETWORKS), samplers=SAMPLERS, batch=300, training_steps=(0, 300), draws=60)
 
 
 def run(network: str, params: Any, zeros: Any, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

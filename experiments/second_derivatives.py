@@ -98,7 +98,7 @@ def exact(family: str, graph: str, order: int, theta: float = THETA) -> float:
 
 
 def estimate(
-    family: str, graph: str, order: int, estimator: ap.Estimator | ap.Mixer, lanes: int = 1000
+    family: str, graph: str, order: int, estimator: Any, lanes: int = 1000
 ) -> Callable[[jax.Array], jax.Array]:
     """`key -> an estimate of exact(...)`."""
     derivative = ap.expectation(program(family, graph, estimator), lanes)

@@ -58,12 +58,9 @@ class Config(
     bias_points: tuple[tuple[int, int, int], ...] = ((25, 30, 4_000),)
 
 
-PAPER = Config(
-    horizons=(10, 25, 50, 100),
-    betas=(1.0, 1.5, 2.0, 2.4, 2.5, 2.75, 3.0, 3.5),
-    estimates=300,
-    bias_points=((25, 30, 4_000), (25, 1000, 400), (50, 30, 24_000), (50, 1000, 1_500)),
-)
+POINTS = ((25, 30, 4_000), (25, 1000, 400), (50, 30, 24_000), (50, 1000, 1_500))
+BETAS = (1.0, 1.5, 2.0, 2.4, 2.5, 2.75, 3.0, 3.5)
+PAPER = Config(horizons=(10, 25, 50, 100), betas=BETAS, estimates=300, bias_points=POINTS)
 BIAS_BETA = 1.5
 
 

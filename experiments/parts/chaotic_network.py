@@ -87,9 +87,7 @@ METHODS = {
 PAST = 200  # earlier calls from which `ap.adaptive` has its weights
 
 
-def objective(
-    method: str, horizon: int, lanes: int, parameters: int = 1, check_nan: bool = True
-) -> Callable[[jax.Array, Any], jax.Array]:
+def objective(method: str, horizon: int, lanes: int, parameters: int = 1, check_nan: bool = True) -> Callable[..., Any]:
     """The expected loss as an ordinary JAX function, `(key, theta) -> scalar`.
 
     With 1 parameter theta is beta, a scalar; with 5 it is beta and the four elements of W, row by row.
@@ -100,9 +98,8 @@ def objective(
       >>> float(gradient).__round__(3) == round(exact(1.0, [2])[2].gradient, 3)
       True
     """
-    return ap.expectation(
-        program(method, horizon, parameters), lanes=lanes, cross_fit=METHODS[method].cross_fit, check_nan=check_nan
-    )
+    cross_fit = METHODS[method].cross_fit
+    return ap.expectation(program(method, horizon, parameters), lanes, cross_fit=cross_fit, check_nan=check_nan)
 
 
 def program(method: str, horizon: int, parameters: int = 1) -> Callable[[ap.Tape, Any], ap.Tape]:

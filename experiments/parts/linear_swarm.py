@@ -104,20 +104,18 @@ def program(method: str, horizon: int) -> Callable[..., ap.Tape]:
     return rollout
 
 
-def gradients(
-    method: str, swarm: Swarm, width: float, horizon: int, lanes: int, num_estimates: int, seed: int
-) -> np.ndarray:
-    """Independent estimates of the gradient in the gains, (num_estimates, 8) float64 of float32 precision.
+def gradients(method: str, swarm: Swarm, width: float, horizon: int, lanes: int, count: int, seed: int) -> np.ndarray:
+    """Independent estimates of the gradient in the gains, (count, 8) float64 of float32 precision.
 
     Compiled once for a method, a horizon, and the numbers of lanes and estimates.
 
     Example:
-      >>> found = gradients("RP", SWARMS["broad"], 0.5, horizon=3, lanes=200, num_estimates=50, seed=0)
+      >>> found = gradients("RP", SWARMS["broad"], 0.5, horizon=3, lanes=200, count=50, seed=0)
       >>> error = found.std(axis=0, ddof=1) / 50**0.5
       >>> bool(np.all(abs(found.mean(axis=0) - exact(SWARMS["broad"], 0.5, horizon=3)) < 4 * error))
       True
     """
-    keys = jax.random.split(jax.random.key(seed), num_estimates)
+    keys = jax.random.split(jax.random.key(seed), count)
     arguments = jnp.array(GAINS), jax.tree.map(jnp.float32, swarm), jnp.float32(width)
     return np.asarray(_compiled(method, horizon, lanes)(keys, *arguments), np.float64)
 

@@ -182,8 +182,8 @@ def judged_cell(
 
 
 def evaluation(
-    task: meta.Task, learner: meta.Learner, seed: int, runs: int, steps: int, measure: Any = None
-) -> Callable[..., np.ndarray]:
+    task: meta.Task, learner: Any, seed: int, runs: int, steps: int, measure: Any = None
+) -> Callable[..., Any]:
     """`(theta, prior=None) -> measures (runs, steps + 1, ...)`, by default held-out losses; one jitted program.
 
     The tasks are the same for every learner.

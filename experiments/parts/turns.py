@@ -1,7 +1,6 @@
 """Timing: functions take turns, so that what else the machine does falls on all of them."""
 
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ BARRIERS: Any = KEPT if jax.default_backend() == "cpu" else None
 
 
 def take_turns(
-    functions: dict[Any, Callable[..., Any]], rounds: int, at_least: float = 0.0, arguments: Iterable[Any] = ()
+    functions: dict[Any, Any], rounds: int, at_least: float = 0.0, arguments: Any = ()
 ) -> dict[Any, np.ndarray]:
     """Seconds of a call of each function, of these arguments, in each round, (rounds,); two calls before do not count.
 
