@@ -28,7 +28,7 @@ and learns from random teachers (`experiments.parts.regression`).
 import datetime
 import functools
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -122,36 +122,26 @@ ARCHITECTURE = {
 """The families by name: what they are, as the card says it."""
 
 
-class Part(NamedTuple):
-    """A task, how many of it are in an outer batch, and the steps of its unrolls."""
-
-    task: meta.Task
-    count: int
-    length: int
-
-
-def recipe(name: str) -> tuple[list[Part], tuple[mplp.Site, ...]]:
-    """What a rule is trained on, and the places of all its roles."""
+def recipe(name: str) -> tuple[list[tuple[meta.Task, int]], int]:
+    """The tasks that a rule is trained on, how many of each are in an outer batch, and the steps of their unrolls."""
     if name == "sinusoid":
-        parts = [Part(meta.sinusoid(), 16, 5)]
-        return parts, meta_curves.sites(parts[0].task)
-    data = meta.data.load("mnist", size=12)
-    family = [((50,), jax.nn.sigmoid, 4), ((50, 50), jax.nn.sigmoid, 3), ((50,), steep_sigmoid, 1)]
-    parts = [Part(meta.images(data, hidden=hidden, activation=f), count, 20) for hidden, f, count in family]
-    return parts, meta_curves.sites(parts[1].task)
+        return [(meta.sinusoid(), 16)], 5
+    make = functools.partial(meta.images, meta.data.load("mnist", size=12))
+    family = (((50,), jax.nn.sigmoid, 4), ((50, 50), jax.nn.sigmoid, 3), ((50,), steep_sigmoid, 1))
+    return [(make(hidden=hidden, activation=f), count) for hidden, f, count in family], 20
 
 
-def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
+def outer_gradient(parts: list[tuple[meta.Task, int]], length: int, clip: bool) -> meta.OuterGradient:
     """Backpropagation through whole unrolls, 0.7 held-out and 0.3 hint loss.
 
     With `clip` every task's gradient is clipped to a norm of 1.
     """
     outers = []
-    for task, count, length in parts:
+    for task, count in parts:
         problem = meta.inner_problem(task, meta.message_passing(task.network), length)
         one = meta.reverse_mode(problem, remat=REMAT)
         outers.append(meta.batched(meta.clipped(one) if clip else one, count))
-    return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count, _ in parts])
+    return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count in parts])
 
 
 def members(name: str, images: tuple[str, ...] = ("digits", "mnist", "cifar10")) -> list[tuple[meta.Task, int]]:
@@ -262,12 +252,13 @@ def main(name: Name, /, out: Path, steps: int = 3000, seed: int = 0, start: Path
       start: a trained rule to go on from, written by this program, without suffix.
     """
     peak, history, known = 2e-3, {}, mplp.pretrained_card(name)
-    parts, family = [], members(name) if name in ARCHITECTURE else []
+    (parts, length), family = ([], 20), members(name) if name in ARCHITECTURE else []
     if family:
         outer, sites = family_gradient(family), places(family)
     else:
-        parts, sites = recipe(name)
-        outer = outer_gradient(parts, clip=start is not None)
+        parts, length = recipe(name)
+        outer = outer_gradient(parts, length, clip=start is not None)
+        sites = max((meta_curves.sites(task) for task, _ in parts), key=len)  # the deepest network has all roles
     make: Any = mplp.Normalized if family else mplp.Separable
     rule = make(sites, rngs=nnx.Rngs(seed), **known["rule"])
     if start is not None:
@@ -279,7 +270,6 @@ def main(name: Name, /, out: Path, steps: int = 3000, seed: int = 0, start: Path
         history = {"start": {k: v for k, v in before.items() if k not in ("rule", "sites", "results")}}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(steps, peak)))
     done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, version="1", every=50)
-    length = max((part.length for part in parts), default=20)
     results = judge(name, done.theta, length, runs=100)
     clipped = "gradients" if parts and start is None else "every task's gradient"
     rates = f"Adam at {peak} up to step {steps // 2}, then a cosine to 0 at step {steps}"
@@ -290,7 +280,7 @@ def main(name: Name, /, out: Path, steps: int = 3000, seed: int = 0, start: Path
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
         "inner_steps": sorted({steps for _, steps in family}) if family else length,
-        "outer_batch": [part.count for part in parts] or DRAWN,
+        "outer_batch": [count for _, count in parts] or DRAWN,
         "schedule": f"{rates}; {clipped} clipped to a norm of 1",
         "results": results,
     }

@@ -64,8 +64,12 @@ def new_rule(config: Config, cell: harness.Cell) -> meta_curves.Numbered:
     return meta_curves.Numbered(rule, jnp.float32(cell["rate"]))
 
 
-def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
-    """The learner, and the gradient of the sum of the losses of K steps, with respect to what `new_rule` makes."""
+@functools.lru_cache(maxsize=1)
+def _shared(config):
+    """The gradient of the sum of the losses of K steps, for what `new_rule` makes, Adam, and the evaluation.
+
+    All rules have them in common, so that they are compiled once for each structure of a rule.
+    """
     task = task_family(config)
     learner = meta.message_passing(task.network)
     outer = meta.truncated(meta.inner_problem(task, learner, config.length, **config.hint), config.segment)
@@ -78,15 +82,8 @@ def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
 
         return meta.OuterGradient(outer.init, estimate)
 
-    return learner, meta.batched(meta_curves.numbered(one), config.tasks)
-
-
-@functools.lru_cache(maxsize=1)
-def _shared(config):
-    """What all rules have in common, so that it is compiled once for each structure of a rule."""
-    learner, outer = outer_gradient(config)
-    evaluate = meta_curves.evaluation(task_family(config), learner, 0, config.judged, config.length)
-    return outer, meta_curves.thesis_adam(config.rate), evaluate
+    evaluate = meta_curves.evaluation(task, learner, 0, config.judged, config.length)
+    return meta.batched(meta_curves.numbered(one), config.tasks), meta_curves.thesis_adam(config.rate), evaluate
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

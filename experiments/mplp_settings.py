@@ -183,7 +183,7 @@ def learn(task: meta.Task, learner: meta.Learner, score: Any = meta.accuracy) ->
     @jax.jit
     def over(thetas, starts, steps):
         together = min(TOGETHER, len(starts.keys))
-        return jax.lax.map(lambda each: one(*each, steps), (thetas, starts), batch_size=together)
+        return jax.lax.map(lambda each: one(each[0], each[1], steps), (thetas, starts), batch_size=together)
 
     return lambda *args: np.asarray(over(*args))
 

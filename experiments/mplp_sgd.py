@@ -74,21 +74,15 @@ def new_rule(config: Config, seed: int) -> mplp.Thesis:
     return meta_curves.thesis_rule(config, task_family(config), seed, **options)
 
 
-def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
-    """The learner, and the gradient of the sum of the losses of K steps."""
-    task = task_family(config)
-    learner = meta.message_passing(task.network)
-    problem = meta.inner_problem(task, learner, config.length, **config.hint)
-    return learner, meta.batched(meta.truncated(problem, config.segment), config.tasks)
-
-
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     task = task_family(config)
     if cell["method"] in BASELINES:
         best = BASELINES[cell["method"]]
         values, sweep = meta_curves.tuned(task, best, 0, config.judged, config.length, by_sum=True)
-        return {"eval": values.tolist(), **sweep}
-    learner, outer = outer_gradient(config)
+        return {"eval": values, **sweep}
+    learner = meta.message_passing(task.network)
+    problem = meta.inner_problem(task, learner, config.length, **config.hint)
+    outer = meta.batched(meta.truncated(problem, config.segment), config.tasks)
     evaluate = meta_curves.evaluation(task, learner, 0, config.judged, config.length)
     adam, judge = meta_curves.thesis_adam(config.rate), lambda rule: np.array([meta_curves.total_loss(evaluate(rule))])
     found = meta_curves.judged_cell(config, cell, outer, adam, new_rule(config, seed), judge, seed)

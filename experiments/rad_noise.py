@@ -149,13 +149,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         # Of n examples the squared error is c / n.
         constant = np.mean([n * np.mean(r["errors"], 0) for n, r in plain], 0) if plain else None
         for cell, result in mine:
-            for layer, (errors, own) in enumerate(
-                zip(*(np.transpose(result[k]) for k in ("errors", "own")), strict=True)
-            ):
+            both = zip(*(np.transpose(result[k]) for k in ("errors", "own")), strict=True)
+            for layer, (errors, own) in enumerate(both):
                 row = {**cell, "layer": layer + 1, "residual_bytes": result["residual_bytes"]}
                 row |= {"squared_error": errors.mean(), "squared_error_se": harness.standard_error(errors)}
-                row |= {"own": own.mean(), "own_se": harness.standard_error(own)}
-                row |= {"own_noise_over_signal": float(np.sqrt(own.mean())), "against_smaller_batch": None}
+                row |= {"own": own.mean(), "own_se": harness.standard_error(own), "against_smaller_batch": None}
+                row["own_noise_over_signal"] = np.sqrt(own.mean())
                 if constant is not None:
                     each = plain[0][1]["residual_bytes"] / plain[0][0]
                     same_memory = constant[layer] / (row["residual_bytes"] / each)
