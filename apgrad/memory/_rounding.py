@@ -163,8 +163,7 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     sum breaks what relates four places (Patrascu & Thorup, "The power of simple tabulation hashing", 2012).
     """
     rows, columns = shape
-    words = mixed(key, jnp.arange(rows + columns))
-    bits = words[:rows, None] + words[rows:]
+    bits = mixed(key, jnp.arange(rows))[:, None] + mixed(key, jnp.arange(rows, rows + columns))
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)  # the first step of lowbias32, as in `mixed`
     numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
     return numbers.astype(dtype) - (1 - 2.0**-24)

@@ -118,4 +118,13 @@ for gradient in found:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), tuple(gradient), truth)
 for (mean, error), exact in zip(seeds, truth, strict=True):
     assert (error > 0).all() and (abs(mean - exact) < 5 * error + 1e-7).all()
+
+# A random memory of a batch that is spread is drawn where the batch is: the devices exchange the gradient alone.
+layers = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w))
+lean = jax.grad(ap.randomize(layers, ap.memory.rounding(4)), argnums=1)
+spread = jax.jit(lean, in_shardings=(None, None, jax.NamedSharding(mesh, P(("d", "m")))))
+wide = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+compiled = spread.lower(key, wide, wide).compile().as_text()
+exchanges = "all-reduce", "all-gather", "all-to-all", "collective-permute"
+assert [name for name in exchanges if f" {name}(" in compiled] == ["all-reduce"]
 print("as JAX has it")
