@@ -96,16 +96,18 @@ class Walk:
         if name in IDENTITY:
             return facts
         before, after = (any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars))
-        made = _made(eqn, facts, together, before and not after)
+        last = {v.aval.shape[-1:] for v in (*eqn.invars, *eqn.outvars)} == {(self.size,)}
+        made = _made(eqn, facts, together, before and not (last if name == "reshape" else after))
         if after and not before and name != "broadcast_in_dim":
             made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 
     def of_constant(self, value: Any) -> Fact:
-        """Of a number that is the size, and of an array as wide as a message."""
+        """Of an array as wide as a message, and of a number made of a port's shape, which has the size as a factor."""
         shape, dtype = np.shape(value), jnp.result_type(value)
-        number = not shape and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
-        return frozenset({UNLIKE}) if self.size in ((value,) if number else shape) else NOTHING
+        known = not shape and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
+        factor = known and np.isfinite(value) and value != 0 and np.real(value) % self.size == 0
+        return frozenset({UNLIKE}) if factor or self.size in shape else NOTHING
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
@@ -193,7 +195,7 @@ def _unlike(some, others):
 
 
 def _made(eqn, facts, together, lost):
-    """The fact of what an equation makes, which is `lost` where it has no axis of messages any more."""
+    """The fact of what an equation makes; the components of messages may be `lost` among other numbers there."""
     name = eqn.primitive.name
     if not together or name in NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING

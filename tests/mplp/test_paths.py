@@ -108,6 +108,8 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "and dropped out": lambda a: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0.0),
     "over the root of its width": lambda a: a / a.shape[-1] ** 0.5,
     "over its width": lambda a: a / jnp.asarray(a.shape[-1], jnp.float32),
+    "over the root of its size": lambda a: a / jnp.sqrt(jnp.asarray(a.size, jnp.float32)),
+    "and mixed up": lambda a: a.T.reshape(a.shape),
     "and rolled as a whole": lambda a: jnp.roll(a, 1),
     "and weighed by an array": lambda a: a * np.arange(1.0, a.shape[-1] + 1),
     "in windows": lambda a: jax.lax.reduce_window(
