@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from apgrad._ground.arguments import per_axis
@@ -107,8 +108,9 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
     axes = tuple(map(operator.index, axes if isinstance(axes, Sequence) else (axes,)))
 
     def function(x):
-        centred = x - jnp.mean(x, axis=axes, keepdims=True)
-        return centred * lax.rsqrt(jnp.mean(centred**2, axis=axes, keepdims=True) + epsilon)
+        wide = x.astype(np.promote_types(x.dtype, np.float32))  # squares of half precision overflow
+        centred = wide - jnp.mean(wide, axis=axes, keepdims=True)
+        return (centred * lax.rsqrt(jnp.mean(centred**2, axis=axes, keepdims=True) + epsilon)).astype(x.dtype)
 
     return _transform(place, "normalize", function, [signal], lambda x, y: {"input": x, "normalized": y})
 

@@ -12,6 +12,7 @@ from flax import nnx
 from apgrad._ground.closures import reached
 from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
+from apgrad.mplp._learned import alike
 from apgrad.mplp._places import Parameter, Place
 from apgrad.mplp._wiring import wire
 
@@ -166,7 +167,7 @@ def _(part: nnx.LayerNorm) -> Layer:
     _require_plain(part, varied, part.num_features, use_bias=part.use_bias, use_scale=part.use_scale)
 
     def apply(place, p: dict[str, Parameter], signal):
-        signal = elementwise.normalize(place, signal, epsilon=part.epsilon)
+        signal = elementwise.normalize(place, alike(signal, *p.values())[0], epsilon=part.epsilon)
         signal = nodes.scale(place.within("scale"), signal, p["scale"]) if part.use_scale else signal
         return nodes.bias(place.within("bias"), signal, p["bias"]) if part.use_bias else signal
 
@@ -213,7 +214,7 @@ def _(part: nnx.RNN) -> Layer:
                 new = activate("new", lambda z, n, h: (1.0 - z) * n + z * h, z, new, state)
             return new, new
 
-        start = wire(lambda x: jnp.zeros((x.shape[0], M), x.dtype), signal)
+        start = wire(lambda x: jnp.zeros((x.shape[0], M), np.promote_types(x.dtype, cell.param_dtype)), signal)
         swap = lambda signal: wire(lambda x: jnp.swapaxes(x, 0, 1), signal)
         return swap(jax.lax.scan(step, start, swap(signal))[1])
 

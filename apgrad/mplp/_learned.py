@@ -85,7 +85,8 @@ def learned_node(
         widen = lambda x: x.astype(widest) if is_inexact(x) else x
         (values, weights, data), message = jax.tree.map(widen, (rest, message))
         cotangent = message if begins else message.value
-        _, pullback = jax.vjp(apply, values, weights, data)
+        output, transposed = jax.vjp(apply, values, weights, data)
+        pullback = lambda cotangent: transposed(cotangent.astype(output.dtype))  # the function may change the dtype
         arrived = cotangent * batch if begins else message.port
         local = Local(values, weights, data, arrived, cotangent * batch, lambda c: pullback(c)[0])
         answers = []

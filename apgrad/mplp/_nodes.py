@@ -213,8 +213,8 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: the node's place.
-      tokens: (batch, ...), integers. Negative ones count from the end. One that is out of range is a ValueError, or
-        under `jit` a row of NaN, as in Flax.
+      tokens: (batch, ...), integers; of positions too, which all examples share. Negative ones count from the end. One
+        that is out of range is a ValueError, or under `jit` a row of NaN, as in Flax.
       table: parameter (vocabulary, M).
     """
     if isinstance(tokens, Signal):
@@ -229,7 +229,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         if values.min(initial=0) < -vocabulary or values.max(initial=0) >= vocabulary:
             span = f"{values.min()} to {values.max()}"
             raise ValueError(f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {span}")
-    shape, batch = (*tokens.shape, table.value.shape[1]), place.places.batch_size(tokens)
+    shape, batch = (*tokens.shape, table.value.shape[1]), place.places.require_batch(f"{place.name!r}", tokens)
     lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
 
     def ask(local):

@@ -72,6 +72,7 @@ class Places:
       state: the rule's states by name. None: each place begins with a new state.
       ports: for each name a port for the new state, and a scalar one for the number of uses.
       forward: the size of messages of a network that runs forward only, to be looked at; None where it learns.
+      batch: the network's batch size, where it is known before the first input.
 
     Attributes:
       sites: the sites that the network asked for so far, by name.
@@ -80,7 +81,13 @@ class Places:
     """
 
     def __init__(
-        self, rule: LearnedRule | None = None, state: Any = None, ports: Any = None, *, forward: int | None = None
+        self,
+        rule: LearnedRule | None = None,
+        state: Any = None,
+        ports: Any = None,
+        *,
+        forward: int | None = None,
+        batch: int | None = None,
     ):
         missing = [n for n in ("message_size", "init", "at") if rule is not None and not hasattr(rule, n)]
         if missing:
@@ -91,7 +98,7 @@ class Places:
         self.rule, self.state, self.ports, self.forward = rule, state, ports, forward
         self.sites: dict[str, Site] = {}
         self.functions: list[Any] = []
-        self.batch: int | None = None
+        self.batch = batch
 
     @property
     def message_size(self) -> int:
@@ -112,12 +119,8 @@ class Places:
             raise TypeError(f"a signal is floating point, got {x.dtype}{x.shape}: use x.astype or mplp.embedding")
         if x.ndim == 0 or x.shape[0] == 0:
             raise ValueError(f"a signal has the batch as its first axis, with one example or more; got {x.shape}")
-        if (batch := self.batch_size(x)) != x.shape[0]:
-            raise ValueError(
-                f"a network has one batch size: its first input has {batch} examples, this one, of shape {x.shape}, "
-                f"has {x.shape[0]}. Broadcast it to (batch, ...); or, where no message needs to go back to it, hand "
-                "it to mplp.wire as a plain array, in the function's closure."
-            )
+        do = "; or, where no message needs to go back to it, hand it to mplp.wire as a plain array, in a closure"
+        self.require_batch("this one", x, do)
         return Signal.of(enter("places.signal", data=[x])[1][0], self.message_size)
 
     def batch_size(self, value: jax.Array) -> int:
@@ -129,6 +132,21 @@ class Places:
         if self.batch is None:
             self.batch = value.shape[0]
         return self.batch
+
+    def require_batch(self, what: str, x: jax.Array, do: str = "") -> int:
+        """The number of examples, of an input of the network, which has them along its first axis.
+
+        Args:
+          what: what the input is called in an error.
+          x: (batch, ...), the input.
+          do: what else to do about such an error.
+        """
+        if (batch := self.batch_size(x)) != x.shape[0]:
+            raise ValueError(
+                f"a network has one batch size: its first input has {batch} examples, {what}, of shape {x.shape}, "
+                f"has {x.shape[0]}. Broadcast what all examples share, such as positions, to (batch, ...){do}."
+            )
+        return batch
 
     def open(self, site: Site) -> OpenPlace | None:
         """Opens a place for a node. None if the network runs forward only.

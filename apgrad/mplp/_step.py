@@ -90,11 +90,12 @@ def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch
     if not isinstance(state, dict):
         raise TypeError(f"a rule's state is a dictionary that mplp.init_state makes, got {type(state).__name__}")
     params = jax.tree.map(jnp.asarray, params)
-    sites = _require_messages(rule, network, params, batch)
-    if unknown := sorted(state.keys() - sites.keys()):
-        raise ValueError(f"the state has the places {unknown}, the network has only {sorted(sites)}")
+    known = _require_messages(rule, network, params, batch)
+    if unknown := sorted(state.keys() - known.sites.keys()):
+        raise ValueError(f"the state has the places {unknown}, the network has only {sorted(known.sites)}")
     ports = {name: (port(own), jnp.zeros(())) for name, own in state.items()}
-    run = lambda params_port, ports: _run(network, Places(rule, state, ports), params, params_port, batch)
+    places = lambda ports: Places(rule, state, ports, batch=known.batch)
+    run = lambda params_port, ports: _run(network, places(ports), params, params_port, batch)
     loss, pullback, metrics = jax.vjp(run, port(params), ports, has_aux=True)
     updates, came = pullback(jnp.ones_like(loss))
     settle = lambda n: lambda new, old: jnp.where(n > 0, new / jnp.maximum(n, 1).astype(new.dtype), old)
@@ -207,8 +208,8 @@ def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) 
     return loss, {"loss": loss, **metrics}
 
 
-def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> dict[str, Site]:
-    """The network's sites, where all that it depends on comes back as a message."""
+def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> Places:
+    """The network's places, where all that it depends on comes back as a message."""
     axes = {n for x in jax.tree.leaves((params, batch)) for n in jnp.shape(x)}
     size = next(n for n in (1009, 1013, 1019, 1021) if n not in axes)  # a prime, so that nothing fits it by chance
     loss_of = lambda places: trace(lambda p, ports: _run(network, places, p, ports, batch)[0], params, port(params))[0]
@@ -230,10 +231,12 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
             f"several nodes. {type(rule).__name__} normalizes each of its updates, and their sum is too long to learn "
             "from. Take the parameter through mplp.shared first, as the recurrent layers of mplp.from_nnx do."
         )
-    return places.sites
+    return places
 
 
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:
     places = Places(rule)
     jax.eval_shape(lambda p, b: network(places, jax.tree.map(lambda x: Parameter(x, port(x)), p), b), params, batch)
+    # A parameter may be shared before the first input says what the batch size is.
+    places.sites = {name: site._replace(batch=places.batch or site.batch) for name, site in places.sites.items()}
     return places

@@ -276,7 +276,8 @@ def _(m, at, p, x, y):
 @elsewhere("embedded positions")
 def _(m, at, p, x, y):
     s = hidden(m, at, p, at.signal(x))
-    s = m.wire(lambda s, e: s + e, s, m.embedding(at["positions"], jnp.arange(T), p["table"]))
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+    s = m.wire(lambda s, e: s + e, s, m.embedding(at["positions"], positions, p["table"]))
     return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"]), y)
 
 

@@ -134,6 +134,17 @@ def test_recurrence_is_flaxs_and_its_gradient_exact(cell):
     refused(TypeError, r"got an nnx\.SimpleCell with residual=True", network_of, residual)
 
 
+def test_half_precision_is_flaxs():
+    """Statistics and states are in float32 at least, and a function may change the precision."""
+    rngs, half = nnx.Rngs(0), lambda x: (300 * x).astype(jnp.float16)
+    norms = nnx.LayerNorm(4, rngs=rngs), half, nnx.LayerNorm(4, use_scale=False, use_bias=False, rngs=rngs)
+    model = nnx.Sequential(*norms, nnx.RNN(nnx.SimpleCell(4, 3, rngs=rngs), rngs=rngs), half)
+    x = half(X)
+    network, params = network_of(model, x=x)
+    updates = jax.eval_shape(lambda p: first_step(mplp.Exact(0.1), network, p, (x, x[..., 1:]))[0], params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
 GLOBAL = {"linear": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
 SCALES = {"half": jnp.asarray(0.5)}
 

@@ -86,7 +86,7 @@ def test_the_gradient_alone_is_averaged_and_normalized(x64, make):
 
 
 def test_shared_parameters_of_any_node(x64):
-    """Bias, scale and embedding in a scan; what is shared is so as a whole."""
+    """Bias, scale and embedding in a scan; what is shared is so as a whole, with the batch size of inputs to come."""
     tokens, rate = jnp.array([[0, 2, 1], [1, 1, 0]]), np.exp(-2.3 - 1.5)
     params = {"table": jnp.eye(3, dtype=float), "gain": jnp.ones(3, float), "shift": jnp.zeros(3, float)}
 
@@ -101,9 +101,15 @@ def test_shared_parameters_of_any_node(x64):
         h, _ = jax.lax.scan(step, places.signal(jnp.zeros((2, 3))), batch[0].T)
         return mplp.squared_error(places["loss"], h, batch[1])
 
-    batch = tokens, jnp.arange(6.0).reshape(2, 3)
-    rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
+    class Told(mplp.Normalized):
+        def at(self, site):
+            told[site.name] = site.batch
+            return super().at(site)
+
+    batch, told = (tokens, jnp.arange(6.0).reshape(2, 3)), {}
+    rule = Told(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
     updates = jax.jit(lambda: first_step(rule, network, params, batch)[0])()
+    assert {site.batch for site in mplp.sites(network, params, batch)} == set(told.values()) == {2}
     loss = lambda p: jnp.mean(network(mplp.Places(), jax.tree.map(mplp.parameter, p), batch))
     gradient = jax.jit(jax.grad(loss))(params)
     for name, g in gradient.items():

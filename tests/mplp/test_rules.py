@@ -432,6 +432,7 @@ def test_an_answer_of_another_dtype_is_converted_before_it_is_summed():
 X, W = jnp.ones((4, 3)), mplp.parameter(jnp.ones((3, 2)))
 S = lambda at, x=X: at.signal(x)
 dense = lambda at, s, *parameters: mplp.dense(at["d"], s, *parameters)
+embedding = lambda at, n: mplp.embedding(at[f"e{n}"], jnp.zeros(n, int), W)
 cross_entropy = lambda at, labels: mplp.softmax_cross_entropy(at["l"], S(at), labels)
 tanh = lambda at: mplp.activation(at["d"], jnp.tanh, S(at))
 NODES = [
@@ -444,6 +445,7 @@ NODES = [
     (lambda at: mplp.softmax_cross_entropy(at["l"], S(at, X[:, :1]), X), r"\(4, 1\).*two outputs.*mplp.readout"),
     (lambda at: mplp.cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]), r"two classes or more.*\(4,\).*two outputs"),
     (lambda at: mplp.embedding(at["e"], jnp.ones(3), W), "embedding takes integers"),
+    (lambda at: [embedding(at, n) for n in (4, 3)], r"first input has 4 examples, 'e3', of shape \(3,\).*positions"),
     (lambda at: dense(at, ap.Signal.of(X, 3), W), r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"),
     (lambda at: dense(at, S(at), W.value), r"with their ports.*mplp.parameter"),
     (lambda at: dense(at, S(at, X[:, :2]), W), r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)"),
