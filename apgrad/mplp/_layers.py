@@ -13,6 +13,7 @@ from apgrad._ground.closures import reached
 from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
 from apgrad.mplp._learned import alike
+from apgrad.mplp._paths import moves
 from apgrad.mplp._places import Parameter, Place
 from apgrad.mplp._wiring import wire
 
@@ -89,10 +90,10 @@ def _function(function: Callable[..., Any]) -> Layer:
         return Layer("softmax", {}, lambda place, _, s: elementwise.softmax(place, s))
 
     def apply(place, _, signal):
-        shape = jax.eval_shape(function, jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)).shape
-        if shape == signal.value.shape:
+        x = jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)
+        if jax.eval_shape(function, x).shape == x.shape and not moves(function, x):
             return elementwise.activation(place, function, signal)
-        return wire(function, signal)  # a reshape, a pooling: messages go back by its Jacobian
+        return wire(function, signal)  # a reshape, a reversal, a pooling: messages go back by its Jacobian
 
     return Layer("activation", {}, apply)
 

@@ -20,8 +20,16 @@ from jax.extend.core import Literal
 from apgrad._ground.port import Signal
 from apgrad._ground.primitives import mark
 from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import Program, inexact_outputs, inside_of, is_inexact, nested
-from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN_EACH, NO_DERIVATIVE, VIEW
+from apgrad._programs.jaxprs import Program, all_equations, inexact_outputs, inside_of, is_inexact, nested, trace
+from apgrad._programs.kinds import (
+    IDENTITY,
+    LINEAR_IN,
+    LINEAR_IN_ALL,
+    LINEAR_IN_EACH,
+    NO_DERIVATIVE,
+    VIEW,
+    WITHIN_ELEMENTWISE,
+)
 
 Gate = enum.Enum("Gate", "IN OUT")
 Fact = frozenset[tuple[str, str]]
@@ -184,6 +192,23 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
             f"{do}; put what you only watch into the metrics, or use jax.lax.stop_gradient."
         )
     return walk
+
+
+def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
+    """Whether a function of one array is linear, or linear and a constant, and not elementwise, as a reversal is."""
+    program, start = trace(function, x)[0], frozenset({(WIRED, "")})
+    if all(eqn.primitive.name in WITHIN_ELEMENTWISE or inside_of(eqn) for eqn in all_equations(program)):
+        return False
+
+    def through(eqn, facts):
+        together = NOTHING.union(*facts)
+        if nested(eqn) is not None:
+            return None
+        chosen = eqn.primitive.name in NO_DERIVATIVE and together  # by the array's values
+        return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together, False)] * len(eqn.outvars)
+
+    made = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
+    return all(fact and (WIRED, NONLINEAR) not in fact for fact in made)
 
 
 def _held(fact: Fact) -> Fact:

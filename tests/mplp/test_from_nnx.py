@@ -284,6 +284,17 @@ def test_a_layer_is_what_its_node_is():
     assert model.layers[0].calls[...] == 0
 
 
+def test_messages_go_where_a_function_moves_elements():
+    """A linear function that moves them has no place, also where it keeps the shape; any other that does has one."""
+    moving = [lambda x: x[:, ::-1], lambda x: jnp.swapaxes(x, 1, 2), lambda x: jnp.roll(x, 1, 1), lambda x: x[:, :2]]
+    others = [nnx.leaky_relu, jnp.sign, lambda x: jnp.where(x > 0, x, 0.0), lambda x: x + 1.0, nnx.log_softmax]
+    network, params = network_of(nnx.Sequential(*moving, *others))
+    batch = jnp.ones((2, 4, 4)), jnp.ones((2, 2, 4))
+    assert [site.name for site in mplp.sites(network, params, batch)] == [f"{i}_activation" for i in range(4, 9)] + [
+        "loss"
+    ]
+
+
 def test_tokens_are_those_of_flax():
     """Negative ones too, and those of a table of a single row; where they are out of range, never another row."""
     for rows in (1, 4):
