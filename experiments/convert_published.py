@@ -155,10 +155,9 @@ def convert(numbers: np.ndarray, layout: Layout | None = None, prior: np.ndarray
 def load(arrays: Arrays, layout: Layout) -> mplp.PerSynapse:
     """The rule, for a network of the layout, whose dense layers have two inputs and outputs if it has no sizes."""
     sizes = itertools.pairwise(layout.sizes or [2] * (1 + layout.layers.count("dense")))
-    parts: list[Any] = [
-        nnx.Linear(*next(sizes), rngs=nnx.Rngs(0)) if kind == "dense" else {"softmax": nnx.softmax}.get(kind, nnx.relu)
-        for kind in layout.layers
-    ]
+    functions = {"softmax": nnx.softmax, "activation": nnx.relu}
+    make = lambda kind: functions[kind] if kind in functions else nnx.Linear(*next(sizes), rngs=nnx.Rngs(0))
+    parts = [make(kind) for kind in layout.layers]
     network, params = mplp.from_nnx(nnx.Sequential(*parts), getattr(mplp, layout.loss))
     kernels = [p["kernel"] for p in params.values()]
     batch = jnp.ones((2, kernels[0].shape[0])), jnp.ones((2, kernels[-1].shape[1]))

@@ -40,9 +40,7 @@ TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published
 RULES: dict[str, Callable[..., Any]] = {
     "exact": lambda sites, **_: mplp.Exact(0.1),
     "separable": lambda sites, **_: mplp.Separable(sites, rngs=nnx.Rngs(0)),
-    "separable, memory, whitening": lambda sites, **_: mplp.Separable(
-        sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(0)
-    ),
+    "separable, memory, whitening": lambda s, **_: mplp.Separable(s, neuron_state=4, whiten=True, rngs=nnx.Rngs(0)),
     "per synapse, GRU": lambda sites, **o: mplp.PerSynapse(sites, **o, rngs=nnx.Rngs(0)),
     "per synapse, MLP": lambda sites, **o: mplp.PerSynapse(sites, **o, cell="mlp", rngs=nnx.Rngs(0)),
     "thesis": lambda sites, **_: mplp.Thesis(sites, rngs=nnx.Rngs(0)),
@@ -111,7 +109,8 @@ def _measure_task(config, task):
         meta = jax.jit(lambda r, p, b: meta_step(r, network, p, b, tasks)).lower(rule, params, batches).compile()
         # XLA counts the body of a loop once: count all synapses as one chunk. A new function, since traces are cached.
         with mock.patch.object(per_synapse, "CHUNK", 2**62):
-            work = _flops(jax.jit(lambda *args, update=update: update(*args)).lower(rule, params, state, first))
+            whole: Any = jax.jit(lambda *args, update=update: update(*args)).lower(rule, params, state, first)
+        work = whole.cost_analysis()["flops"]
         programs[name, "inner"] = inner, (rule, params, state, first), work
         programs[name, "meta"] = meta, (rule, params, batches), 3 * work * steps * tasks
     return {"rows": _rows(config, programs)}
@@ -124,8 +123,8 @@ def _measure_width(config, width):
     batch = jax.random.normal(key, (8, 144)), jax.nn.one_hot(jnp.arange(8), 10)
     sites = mplp.sites(network, params, batch)
     descend = lambda p, batch: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(_plain_loss)(p, batch))
-    sgd = jax.jit(descend).lower(params, batch).compile()
-    programs: dict[Any, Any] = {("SGD", "inner"): (sgd, (params, batch), _flops(sgd))}
+    sgd: Any = jax.jit(descend).lower(params, batch).compile()
+    programs: dict[Any, Any] = {("SGD", "inner"): (sgd, (params, batch), sgd.cost_analysis()["flops"])}
     for name in ("exact", "separable", "separable, whitening"):
         rule = mplp.Exact(0.1) if name == "exact" else mplp.Separable(sites, whiten="white" in name, rngs=nnx.Rngs(0))
         state = mplp.init_state(rule, network, params, batch)
@@ -134,13 +133,9 @@ def _measure_width(config, width):
             updates, state, _ = mplp.backward(rule, network, params, state, batch)
             return optax.apply_updates(params, updates), state
 
-        compiled = jax.jit(update).lower(rule, params, state, batch).compile()
-        programs[name, "inner"] = compiled, (rule, params, state, batch), _flops(compiled)
+        compiled: Any = jax.jit(update).lower(rule, params, state, batch).compile()
+        programs[name, "inner"] = compiled, (rule, params, state, batch), compiled.cost_analysis()["flops"]
     return {"rows": _rows(config, programs)}
-
-
-def _flops(program):
-    return program.cost_analysis()["flops"]
 
 
 def _plain_loss(params, batch):

@@ -197,7 +197,9 @@ def exact(beta: float, horizons: Sequence[int], points: int = 30) -> dict[int, E
     v = spacing * np.arange(-inner, inner + 1)
     grid = spacing * np.arange(-inner - radius, inner + radius + 1)
     u = np.append(grid, START[1] - START[0])  # the last element is the start
-    image, slope = transition(u, beta), transition_beta(u, beta)
+    first, second = expit(5 * beta * u), expit(25 * beta * u)
+    image = second - first
+    slope = 25 * u * second * (1 - second) - 5 * u * first * (1 - first)  # dg/dbeta
 
     w = spacing * np.arange(-radius, radius + 1)
     density = np.exp(-0.5 * (w / deviation) ** 2)
@@ -207,7 +209,6 @@ def exact(beta: float, horizons: Sequence[int], points: int = 30) -> dict[int, E
     def smooth(values, kernel):
         return CubicSpline(v, fftconvolve(values[:-1], kernel, mode="valid"))(image)
 
-    first, second = expit(5 * beta * u), expit(25 * beta * u)
     F = 0.5 * ((first - 1) ** 2 + (second - 1) ** 2) + SIGMA**2
     dF = 5 * u * (first - 1) * first * (1 - first) + 25 * u * (second - 1) * second * (1 - second)
     found = {}
@@ -222,12 +223,6 @@ def exact(beta: float, horizons: Sequence[int], points: int = 30) -> dict[int, E
 def transition(u: np.ndarray, beta: float | np.ndarray) -> np.ndarray:
     """g(u) of (2): the next difference x_2 - x_1, without noise."""
     return expit(25 * beta * u) - expit(5 * beta * u)
-
-
-def transition_beta(u: np.ndarray, beta: float | np.ndarray) -> np.ndarray:
-    """dg/dbeta."""
-    first, second = expit(5 * beta * u), expit(25 * beta * u)
-    return 25 * u * second * (1 - second) - 5 * u * first * (1 - first)
 
 
 def transition_slope(u: np.ndarray, beta: float | np.ndarray) -> np.ndarray:

@@ -69,8 +69,8 @@ def figure(value: Value) -> str:
     """
     if value.error is None:
         return f"{value.mean:.3g}"
-    rounded = f"{value.error:.1e}"
-    digits = 1 - int(rounded.split("e")[1]) if rounded[0] == "1" else -int(rounded.split("e")[1])
+    rounded, _, power = f"{value.error:.1e}".partition("e")
+    digits = rounded.startswith("1") - int(power)
     if digits < 0 or digits > 7:
         return f"{value.mean:.3g} ± {value.error:.1g}"
     return f"{value.mean:.{digits}f} ± {value.error:.{digits}f}"
