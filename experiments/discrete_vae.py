@@ -68,16 +68,8 @@ class Config(harness.Config):
     learning_rate: float = 3e-3  # of Adam.
 
 
-PAPER = Config(
-    data="mnist",
-    networks=("linear", "two-layer"),
-    latents=(20, 200),
-    methods=tuple(METHODS),
-    seeds=3,
-    steps=100_000,
-    records=20,
-    learning_rate=1e-3,
-)
+GRID: dict[str, Any] = {"networks": ("linear", "two-layer"), "latents": (20, 200), "methods": tuple(METHODS)}
+PAPER = Config(data="mnist", **GRID, seeds=3, steps=100_000, records=20, learning_rate=1e-3)
 PARTIAL = True
 
 

@@ -273,16 +273,13 @@ def main(name: Name, /, out: Path, steps: int = 3000, seed: int = 0, start: Path
     results = judge(name, done.theta, length, runs=100)
     clipped = "gradients" if parts and start is None else "every task's gradient"
     rates = f"Adam at {peak} up to step {steps // 2}, then a cosine to 0 at step {steps}"
-    card = {k: v for k, v in known.items() if k not in ("class", "rule", "sites", "start")} | {
-        "meta_steps": steps,
-        "seed": seed,
-        "apgrad": ap.__version__,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        "inner_steps": sorted({steps for _, steps in family}) if family else length,
+    card = {k: v for k, v in known.items() if k not in ("class", "rule", "sites", "start")}
+    card |= {"meta_steps": steps, "seed": seed, "apgrad": ap.__version__, "jax": jax.__version__}
+    card |= {"date": datetime.date.today().isoformat(), "results": results}
+    card |= {"inner_steps": sorted({steps for _, steps in family}) if family else length}
+    card |= {
         "outer_batch": [count for _, count in parts] or DRAWN,
         "schedule": f"{rates}; {clipped} clipped to a norm of 1",
-        "results": results,
     }
     if family:
         card["architecture"] = f"{DRAWN} a step, drawn of {ARCHITECTURE[name]}; told the number of updates"

@@ -27,13 +27,8 @@ from experiments.parts import meta_curves
 
 PARTIAL = True
 WHOLE = "whole"
-RULES: dict[str, dict[str, Any]] = {
-    WHOLE: {},
-    "gradient alone": {"message_size": 0},
-    "one number": {"message_size": 1},
-    "no whitening": {"whiten": False},
-    "no averages": {},
-}
+RULES: dict[str, dict[str, Any]] = {WHOLE: {}, "gradient alone": {"message_size": 0}, "one number": {"message_size": 1}}
+RULES |= {"no whitening": {"whiten": False}, "no averages": {}}
 
 
 class Config(harness.Config, least={"runs": 2, "settings": 2, "steps": 1}, among={"rules": RULES}):

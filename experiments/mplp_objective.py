@@ -22,6 +22,7 @@ another size). All seeds have the same pool of 16 networks; a random start is of
 error over seeds.
 """
 
+import itertools
 import math
 import operator
 from typing import Any, Literal
@@ -139,13 +140,15 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     others = {t: figures_of([result["transfers"][t] for result in results], f", {t}") for t in config.transfers}
     for more, _ in others.values():
         figures |= more
-    rows = [
-        {"seed": seed, "objective": o, "accuracy": last[o][s]}
-        | {name: also[o][s] for name, (_, also) in others.items()}
-        | {"outer_loss": results[s]["losses"][i][-1], "skipped": results[s]["skipped"][i]}
-        for s, seed in enumerate(seeds)
-        for i, o in enumerate(config.objectives)
-    ]
+    rows = []
+    for (s, seed), (i, o) in itertools.product(enumerate(seeds), enumerate(config.objectives)):
+        row = {
+            "seed": seed,
+            "objective": o,
+            "accuracy": last[o][s],
+            **{name: x[o][s] for name, (_, x) in others.items()},
+        }
+        rows.append(row | {"outer_loss": results[s]["losses"][i][-1], "skipped": results[s]["skipped"][i]})
     figure, ((left, right),) = harness.panels(1, 2, (9, 3.8))
     for i, objective in enumerate(config.objectives):
         curves = np.array([np.mean(result["curve"][i], 0) for result in results])

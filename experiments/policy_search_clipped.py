@@ -29,13 +29,10 @@ PARTIAL = True
 EVERY = 20  # steps from one evaluation to the next
 ROUNDS = 5  # of the measurement of time
 ASTRAY = 0.01  # the share of lanes at the other fixed point from which on a policy counts as one that leaves some there
-METHODS = {
-    "RP": PLAIN["RP"],
-    "RP, short": PLAIN["RP, short"],
-    "RP, lanes clipped": PLAIN["RP"]._replace(clip_factor=4.0, colour="#d95f02"),
-    "multilevel": PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1"),
-    "TP, lanes clipped": PLAIN["TP adaptive"]._replace(clip_factor=4.0),
-}
+METHODS = {name: PLAIN[name] for name in ("RP", "RP, short")}
+METHODS["RP, lanes clipped"] = PLAIN["RP"]._replace(clip_factor=4.0, colour="#d95f02")
+METHODS["multilevel"] = PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1")
+METHODS["TP, lanes clipped"] = PLAIN["TP adaptive"]._replace(clip_factor=4.0)
 
 
 class Config(harness.Config):

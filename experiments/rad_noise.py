@@ -51,14 +51,8 @@ class Config(harness.Config):
 
 
 PARTIAL = True
-PAPER = Config(
-    network="convnet",
-    data="cifar10",
-    fractions=(0.05, 0.1, 0.3, 0.5),
-    larger=(300, 600),
-    smaller=(5, 10, 16, 20, 40, 75),
-    training_steps=(0, 500),
-)
+SIZES: dict[str, Any] = {"larger": (300, 600), "smaller": (5, 10, 16, 20, 40, 75)}
+PAPER = Config(network="convnet", data="cifar10", fractions=(0.05, 0.1, 0.3, 0.5), **SIZES, training_steps=(0, 500))
 
 
 def cells(config: Config) -> list[harness.Cell]:

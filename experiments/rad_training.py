@@ -86,20 +86,11 @@ class Config(harness.Config, least={"seeds": 1}, among={"networks": rad_networks
 
 
 PARTIAL = True
-PAPER = Config(
-    networks=("mlp", "convnet", "rnn"),
-    steps=(20_000, 100_000, 200_000),
-    data=("mnist", "cifar10", "mnist"),
-    methods=(
-        *("baseline", "different", "reduced", "same", "project", "reduced published", "rounding 4", "rounding 2"),
-        *("different 0.05", "different 0.3", "different 0.5", "different 0.8"),
-    ),
-    pairs=20,
-    finalists=3,
-    validation=5000,
-    seeds=5,
-    evaluations=20,
-)
+METHODS = ("baseline", "different", "reduced", "same", "project", "reduced published", "rounding 4", "rounding 2")
+METHODS += ("different 0.05", "different 0.3", "different 0.5", "different 0.8")
+TRAINED: dict[str, Any] = {"networks": ("mlp", "convnet", "rnn"), "steps": (20_000, 100_000, 200_000)}
+TRAINED |= {"data": ("mnist", "cifar10", "mnist"), "methods": METHODS}
+PAPER = Config(**TRAINED, pairs=20, finalists=3, validation=5000, seeds=5, evaluations=20)
 
 
 def cells(config: Config) -> list[harness.Cell]:

@@ -31,12 +31,8 @@ from experiments import harness
 from experiments.parts import networks
 from experiments.parts.turns import take_turns
 
-PROBLEMS: dict[str, tuple[float, ...]] = {
-    "toy, theta .5": (0.5,),
-    "toy, theta .1": (0.1,),
-    "quadratic, 6": tuple(np.linspace(0.1, 0.9, 6)),
-    "quadratic, 200": tuple(np.linspace(0.1, 0.9, 200)),
-}
+PROBLEMS: dict[str, tuple[float, ...]] = {"toy, theta .5": (0.5,), "toy, theta .1": (0.1,)}
+PROBLEMS |= {f"quadratic, {size}": tuple(np.linspace(0.1, 0.9, size)) for size in (6, 200)}
 METHODS = ("reinforce", "rloo, 2", "rloo, 4", "arm", "disarm", "rao_blackwellized, 1", "enumeration", "rebar", "relax")
 METHODS += ("double_control_variates, 2", "measure_valued")
 LANES = 1000
