@@ -149,14 +149,16 @@ def _resampled_variances(config, cell, result):
     return harness.bootstrap(finite, sample_variance, harness.cell_seed(config.seed + 1, cell), RESAMPLES)
 
 
+def counts(config: Config) -> str:
+    """For the title of a picture."""
+    return f"{config.lanes} lanes an estimate, {config.estimates} estimates a point, bands are 95 % bootstrap intervals"
+
+
 def _picture(config, by, gains):
     horizons, betas = config.horizons, np.array(config.betas)
     count = max(4, len(horizons))
     figure, (above, below) = harness.panels(2, count, (4.3 * count, 9.5))
-    figure.suptitle(
-        f"Gradient estimators on the chaotic network: {config.lanes} lanes an estimate, {config.estimates} estimates a "
-        "point, bands are 95 % bootstrap intervals"
-    )
+    figure.suptitle(f"Gradient estimators on the chaotic network: {counts(config)}")
     for ax in (*above[len(horizons) :], *below[4:]):
         ax.remove()
     for ax, horizon in zip(above, horizons, strict=False):

@@ -176,10 +176,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 def _picture(config, rows):
     count = len(config.lanes) + 1
     figure, grid = harness.panels(len(POINTS), count, (5.2 * count, 8.5))
-    figure.suptitle(
-        f"Contact: bias (bars are 95 % intervals, {config.estimates} estimates) and error of one estimate; all but RP, "
-        "LR and TP published are cross-fitted"
-    )
+    bars = f"bars are 95 % intervals, {config.estimates} estimates"
+    figure.suptitle(f"Contact: bias ({bars}) and error of one estimate; all but {', '.join(PLAIN)} are cross-fitted")
     labels = {"ball": "the mean angle", "pendulum": "the torque $\\theta_0$"}
     for (system, points), (*biases, errors) in zip(POINTS.items(), grid, strict=True):
         place = 0.05 * np.min(np.diff(points)) * (np.arange(len(METHODS)) - 3.5)

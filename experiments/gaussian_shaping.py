@@ -62,10 +62,7 @@ def _picture(config, rows):
     by = {(row["H"], row["beta"], row["method"]): row for row in rows}
     betas = np.array(config.betas)
     figure, axes = harness.panels(len(config.horizons), 3, (13.5, 4.6 * len(config.horizons)))
-    figure.suptitle(
-        f"Gaussian shaping (GS) and resampling (GR): {config.lanes} lanes an estimate, {config.estimates} estimates a "
-        "point, bands are 95 % bootstrap intervals"
-    )
+    figure.suptitle(f"Gaussian shaping (GS) and resampling (GR): {chaos.counts(config)}")
     for (variances, means, errors), horizon in zip(axes, config.horizons, strict=True):
         mine = [row for row in rows if row["H"] == horizon]
         chaos.plot_variances(variances, mine, mine)

@@ -166,10 +166,8 @@ def _picture(config, rows, gains):
     horizon, lanes, counts = config.horizons[0], config.lanes[0], sorted(config.lanes)
     narrow = config.widths[-1] if len(config.widths) < 3 else config.widths[-2]
     figure, axes = harness.panels(len(config.swarms), 4, (19, 4.4 * len(config.swarms) + 0.4))
-    figure.suptitle(
-        "Gaussian shaping (GS) and resampling (GR) for swarms with a cost at each step: "
-        f"{config.estimates} estimates a point, bands are 95 % bootstrap intervals"
-    )
+    count = f"{config.estimates} estimates a point, bands are 95 % bootstrap intervals"
+    figure.suptitle(f"Gaussian shaping (GS) and resampling (GR) for swarms with a cost at each step: {count}")
     at = np.arange(len(config.widths))
     for swarm, (errors, over_lanes, ratios, biases) in zip(config.swarms, axes, strict=True):
         for i, method in enumerate(linear_swarm.METHODS):

@@ -156,10 +156,8 @@ _TP, _PLAIN = ([name for name in METHODS if name.startswith("TP") == total] for 
 
 def _picture(config, rows, curves):
     figure, (axes,) = harness.panels(1, 2, (13, 5))
-    figure.suptitle(
-        f"Policies for the noisy Lorenz system, H = {config.horizon}, {config.lanes} lanes, best of "
-        f"{len(config.rates)} learning rates; mean of {config.seeds} seeds with 95 % intervals"
-    )
+    how = f"best of {len(config.rates)} learning rates; mean of {config.seeds} seeds with 95 % intervals"
+    figure.suptitle(f"Policies for the noisy Lorenz system, H = {config.horizon}, {config.lanes} lanes, {how}")
     seconds = {row["method"]: row["seconds_per_step"] for row in rows}
     policies.plot(axes, rows, curves, METHODS, config.iterations // config.evaluations, config, seconds, _PLAIN)
     axes[0].set_ylabel(f"cost of {TASK}, policy {config.units}-{config.units}")

@@ -240,10 +240,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 def _picture(config, curves):
     figure, (axes,) = harness.panels(1, 3, (15, 4.4))
-    figure.suptitle(
-        f"Cart-pole swing-up through a learned model: {config.particles} particles, {config.iterations} steps of Adam "
-        f"an episode, runs as given; bands are 95 % bootstrap intervals"
-    )
+    how = f"{config.particles} particles, {config.iterations} steps of Adam an episode, runs as given"
+    figure.suptitle(f"Cart-pole swing-up through a learned model: {how}; bands are 95 % bootstrap intervals")
     episodes = np.arange(1, config.episodes + 1)
     panels = (
         ("mean cost of a real episode", lambda found: found["costs"], np.mean),

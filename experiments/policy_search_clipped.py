@@ -124,11 +124,9 @@ def _end(costs, steps):
 
 def _picture(config, rows, curves):
     figure, (axes,) = harness.panels(1, len(config.tasks), (13, 4.6))
-    seeds = sorted({r["seeds"] for r in rows})
-    figure.suptitle(
-        f"Policies for the noisy Lorenz system, clipped by lanes; {config.lanes} lanes, rates tuned; mean of "
-        f"{' or '.join(map(str, seeds))} seeds with 95 % intervals"
-    )
+    seeds = " or ".join(map(str, sorted({r["seeds"] for r in rows})))
+    how = f"{config.lanes} lanes, rates tuned; mean of {seeds} seeds with 95 % intervals"
+    figure.suptitle(f"Policies for the noisy Lorenz system, clipped by lanes; {how}")
     for axis, task in zip(axes, config.tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]
         policies.plot([axis], mine, curves.get(task, {}), METHODS, EVERY, config)

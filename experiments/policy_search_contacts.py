@@ -149,10 +149,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 def _picture(config, rows, curves):
     figure, ((place, *axes),) = harness.panels(1, 3, (15, 4.6))
-    figure.suptitle(
-        f"Policies push a puck to the middle of six posts; {config.lanes} lanes, H = {config.horizon}, rates tuned; "
-        f"mean of {rows[0]['seeds']} seeds with 95 % intervals"
-    )
+    how = f"{config.lanes} lanes, H = {config.horizon}, rates tuned; mean of {rows[0]['seeds']} seeds, 95 % intervals"
+    figure.suptitle(f"Policies push a puck to the middle of six posts; {how}")
     _trajectories(place)
     policies.plot(axes, rows, curves, METHODS, EVERY, config, {row["method"]: row["seconds_a_step"] for row in rows})
     axes[0].set(xlabel="steps of Adam, each of as many simulated steps", ylabel="cost")

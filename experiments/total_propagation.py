@@ -153,12 +153,9 @@ def _figure(config, rows, biases):
     lines = len(config.parameters) + bool(biases)
     figure, axes = harness.panels(lines, columns, (4.2 * columns, 3.4 * lines))
     count = f"{config.sets} sets of {config.estimates}" if config.sets > 1 else config.estimates
-    figure.suptitle(
-        f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {count} estimates a point, bands "
-        "are 95 % bootstrap intervals; at the bottom of a panel stands which is the better",
-        wrap=True,
-        fontsize="medium",
-    )
+    words = f"{config.lanes} lanes an estimate, {count} estimates a point, bands are 95 % bootstrap intervals"
+    words = f"Variance over the better of RP and LR: {words}; at the bottom of a panel stands which is the better"
+    figure.suptitle(words, wrap=True, fontsize="medium")
     for line, p in zip(axes, config.parameters, strict=False):
         for ax, h in zip(line, config.horizons, strict=False):
             _plot_ratios(ax, [r for r in rows if (r["P"], r["H"]) == (p, h)])

@@ -71,10 +71,7 @@ METHODS = {
     "local-CF": Method(_mixed(ap.weights.local_covariance()), cross_fit=True),
     "suffix-CF": Method(_mixed(ap.weights.suffix_covariance()), cross_fit=True),
     "unshrunk-CF": Method(_mixed(ap.weights.decoupled(shrinkage=0)), cross_fit=True),
-    "decoupled": Method(ap.total_propagation),
     "decoupled-CF": Method(ap.total_propagation, cross_fit=True),
-    "adaptive": Method(ap.total_propagation),
-    "by state": Method(ap.total_propagation),
     "parameters-CF": Method(lambda: ap.total_propagation(target="parameters"), cross_fit=True),
     "GS-LR": Method(ap.likelihood_ratio, shaping=True),
     "GS-TP": Method(PUBLISHED, shaping=True),
@@ -82,6 +79,7 @@ METHODS = {
     "clipped at 4": Method(ap.reparameterization, clip_factor=4.0),
     "clipped at 10": Method(ap.reparameterization, clip_factor=10.0),
 }
+METHODS |= dict.fromkeys(("decoupled", "adaptive", "by state"), Method(ap.total_propagation))
 
 
 PAST = 200  # earlier calls from which `ap.adaptive` has its weights
