@@ -163,12 +163,10 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for system, lanes, method in itertools.product(POINTS, config.lanes, METHODS):
         mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
         gradient, error = (np.sqrt(np.mean([r[k] ** 2 for r in mine])) for k in ("gradient_norm", "rmse"))
-        summary[f"{system}, {lanes} lanes, {method}"] = {
-            "rmse_over_gradient": error / gradient,
-            "largest_bias_over_gradient": max(r["bias_norm"] for r in mine) / gradient,
-            "biased_points": sum(r["largest_z"] > 4 for r in mine),  # beyond four standard errors
-            "points": len(mine),
-        }
+        found = {"rmse_over_gradient": error / gradient}
+        found["largest_bias_over_gradient"] = max(r["bias_norm"] for r in mine) / gradient
+        found["biased_points"] = sum(r["largest_z"] > 4 for r in mine)  # beyond four standard errors
+        summary[f"{system}, {lanes} lanes, {method}"] = found | {"points": len(mine)}
     shown = [{"system, lanes, method": name, **found} for name, found in summary.items()]
     return harness.Report({"summary": summary}, rows, harness.table(shown, *shown[0]), _picture(config, rows))
 

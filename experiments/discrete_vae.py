@@ -90,13 +90,12 @@ def start(key: jax.Array, network: str, pixels: int, latents: int, method: str) 
     network_alone = [*first, (0 * last[0], last[1])]  # it starts as 0
     controls = {"REBAR": rebar, "RELAX": {**rebar, "network": network_alone}, "RELAX, black box": network_alone}
     controls["double control variates, 2"] = jnp.float32(1.0)
-    return {
+    model = {
         "encoder": layers(keys[0], (pixels, *hidden, latents)),
         "decoder": layers(keys[1], (latents, *hidden, pixels)),
-        "prior": jnp.zeros(latents),
-        "baseline": layers(keys[2], (pixels, HIDDEN, 1)),
-        "control": controls.get(method),
     }
+    model |= {"prior": jnp.zeros(latents), "baseline": layers(keys[2], (pixels, HIDDEN, 1))}
+    return model | {"control": controls.get(method)}
 
 
 def of_relaxation(network: Layers, z: jax.Array, x: jax.Array) -> jax.Array:

@@ -29,15 +29,11 @@ from experiments.policy_search import LORENZ, METHODS as PLAIN
 
 PARTIAL = True
 RATE = 0.01  # of the training
-METHODS = {
-    "RP": PLAIN["RP"],
-    "LR": PLAIN["LR"],
-    "TP": PLAIN["TP adaptive"]._replace(colour="#777777"),
-    "TP by state": PLAIN["TP adaptive"]._replace(by_state=True),
-    "clipped at 4": PLAIN["RP"]._replace(clip_factor=4.0, colour="#2a8a3e"),
-    "clipped at 10": PLAIN["RP"]._replace(clip_factor=10.0, colour="#8c6d1f"),
-    "multilevel": PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1"),
-}
+METHODS = {"RP": PLAIN["RP"], "LR": PLAIN["LR"], "TP": PLAIN["TP adaptive"]._replace(colour="#777777")}
+METHODS["TP by state"] = PLAIN["TP adaptive"]._replace(by_state=True)
+METHODS["clipped at 4"] = PLAIN["RP"]._replace(clip_factor=4.0, colour="#2a8a3e")
+METHODS["clipped at 10"] = PLAIN["RP"]._replace(clip_factor=10.0, colour="#8c6d1f")
+METHODS["multilevel"] = PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1")
 PAIR = ("RP", "LR")
 BASELINES = (*PAIR, "TP")
 TP = ("TP", "TP by state")

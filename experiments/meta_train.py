@@ -152,17 +152,12 @@ def members(name: str, images: tuple[str, ...] = ("digits", "mnist", "cifar10"))
     load = functools.cache(lambda name, side: meta.data.load(name, size=side))
     if name in LAYERED:
         make, networks = LAYERED[name]
+        task = lambda data, made, batch: architectures.task(data, made, batch=batch, held_out=128)
         made = lambda options: functools.partial(make, **options)
-        return [
-            (architectures.task(load(data, side), made(options), batch=batch, held_out=128), length)
-            for data, side, options, batch, length in networks
-            if data in images
-        ]
-    found = []
-    for data, side, hidden, function, batch, deviation, length in (m for m in FAMILY if m[0] in images):
-        options: dict[str, Any] = {"hidden": hidden, "activation": function, "batch": batch, "deviation": deviation}
-        found.append((meta.images(load(data, side), held_out=128, **options), length))
-    return found
+        return [(task(load(i, n), made(o), batch), length) for i, n, o, batch, length in networks if i in images]
+    names = ("hidden", "activation", "batch", "deviation")
+    task = lambda data, row: meta.images(data, held_out=128, **dict(zip(names, row, strict=True)))
+    return [(task(load(data, side), row), length) for data, side, *row, length in FAMILY if data in images]
 
 
 def places(family: list[tuple[meta.Task, int]]) -> tuple[mplp.Site, ...]:
@@ -277,10 +272,8 @@ def main(name: Name, /, out: Path, steps: int = 3000, seed: int = 0, start: Path
     card |= {"meta_steps": steps, "seed": seed, "apgrad": ap.__version__, "jax": jax.__version__}
     card |= {"date": datetime.date.today().isoformat(), "results": results}
     card |= {"inner_steps": sorted({steps for _, steps in family}) if family else length}
-    card |= {
-        "outer_batch": [count for _, count in parts] or DRAWN,
-        "schedule": f"{rates}; {clipped} clipped to a norm of 1",
-    }
+    card |= {"outer_batch": [count for _, count in parts] or DRAWN}
+    card |= {"schedule": f"{rates}; {clipped} clipped to a norm of 1"}
     if family:
         card["architecture"] = f"{DRAWN} a step, drawn of {ARCHITECTURE[name]}; told the number of updates"
     mplp.save_trained(done.theta, card | history, out / name)

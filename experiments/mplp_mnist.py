@@ -25,6 +25,7 @@ from flax import nnx
 from apgrad import meta, mplp
 from experiments import harness
 from experiments.meta_train import step_function, timed
+from experiments.mplp_from_random import RATES
 from experiments.parts import meta_curves
 
 
@@ -53,12 +54,9 @@ SETTINGS = {
 }
 MARKS = (20, 100, 200, 1000)
 PAPER_ACCURACY = {"144-50-10": 48.95, "144-50-10, step": 43.07, "784-100-10": 37.6}
-OPTIMIZERS: meta_curves.Baselines = {
-    "Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03, 0.1)),
-    "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0, 3.0)),
-    "momentum": (functools.partial(optax.sgd, momentum=0.9), (0.01, 0.03, 0.1, 0.3, 1.0)),
-    "Muon": (optax.contrib.muon, (0.01, 0.03, 0.1, 0.3, 1.0)),
-}
+OPTIMIZERS: meta_curves.Baselines = dict(RATES["mnist"])
+OPTIMIZERS["momentum"] = (functools.partial(optax.sgd, momentum=0.9), (0.01, 0.03, 0.1, 0.3, 1.0))
+OPTIMIZERS["Muon"] = (optax.contrib.muon, (0.01, 0.03, 0.1, 0.3, 1.0))
 
 
 class Config(harness.Config, least={"runs": 2}, among={"settings": SETTINGS}):

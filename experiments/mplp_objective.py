@@ -142,12 +142,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         figures |= more
     rows = []
     for (s, seed), (i, o) in itertools.product(enumerate(seeds), enumerate(config.objectives)):
-        row = {
-            "seed": seed,
-            "objective": o,
-            "accuracy": last[o][s],
-            **{name: x[o][s] for name, (_, x) in others.items()},
-        }
+        row = {"seed": seed, "objective": o, "accuracy": last[o][s]}
+        row |= {name: also[o][s] for name, (_, also) in others.items()}
         rows.append(row | {"outer_loss": results[s]["losses"][i][-1], "skipped": results[s]["skipped"][i]})
     figure, ((left, right),) = harness.panels(1, 2, (9, 3.8))
     for i, objective in enumerate(config.objectives):

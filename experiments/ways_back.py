@@ -95,11 +95,9 @@ PAPER = Config(data="mnist", rates=(0.0003, 0.001, 0.003), width=240, steps=1500
 def cells(config: Config) -> list[harness.Cell]:
     pairs = harness.grid(network=config.networks, rule=config.rules)
     pairs = [p for p in pairs if p != {"network": "convnet", "rule": "difference_target_propagation"}]
-    return [
-        *({**pair, "measure": "time"} for pair in pairs),
-        *({**pair, "rate": rate, "trial": 0} for pair in pairs for rate in config.rates),
-        *({**pair, "rate": "best", "trial": t} for t in range(1, config.seeds) for pair in pairs),
-    ]
+    timed = [{**pair, "measure": "time"} for pair in pairs]
+    tuned = [{**pair, "rate": rate, "trial": 0} for pair in pairs for rate in config.rates]
+    return timed + tuned + [{**pair, "rate": "best", "trial": t} for t in range(1, config.seeds) for pair in pairs]
 
 
 @jax.jit

@@ -201,12 +201,9 @@ def in_numpyro(problem: str, elbo: Any) -> Callable[..., Any]:
 
 def gradients(problem: str, samples: int) -> dict[str, Callable[..., Any]]:
     """The methods that run in this process, as functions `(key, theta) -> gradient`."""
-    return {
-        "surrogate": surrogate(problem, samples),
-        "TraceGraph_ELBO": in_numpyro(problem, TraceGraph_ELBO(num_particles=samples)),
-        "ap.expectation": program(problem, samples),
-        "ap.variational.elbo": in_numpyro(problem, ap.variational.elbo(lanes=samples)),
-    }
+    elbo, own = TraceGraph_ELBO(num_particles=samples), ap.variational.elbo(lanes=samples)
+    found = {"surrogate": surrogate(problem, samples), "TraceGraph_ELBO": in_numpyro(problem, elbo)}
+    return found | {"ap.expectation": program(problem, samples), "ap.variational.elbo": in_numpyro(problem, own)}
 
 
 def verdict(found: Moments, truth: Any) -> str:

@@ -155,14 +155,9 @@ def loss(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.A
     return cross_entropy
 
 
-SAMPLERS: dict[str, Callable[[float], Any]] = {
-    "same": rad.same_sample,
-    "different": rad.different_sample,
-    "distinct": functools.partial(rad.different_sample, replacement=False),
-    "stratified": rad.stratified,
-    "project": rad.projection,
-    "heavy": rad.heavy,
-}
+SAMPLERS: dict[str, Callable[[float], Any]] = {"same": rad.same_sample, "different": rad.different_sample}
+SAMPLERS["distinct"] = functools.partial(rad.different_sample, replacement=False)
+SAMPLERS |= {"stratified": rad.stratified, "project": rad.projection, "heavy": rad.heavy}
 """The paper's estimators and ours, by name, as functions of the fraction of the layers' inputs that they remember."""
 
 
