@@ -21,7 +21,6 @@ nearly all of the variance. TP gives such lanes little weight, and so has the va
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def cells(config: Config) -> list[harness.Cell]:
     return cells_of(config, BASIC)
 
 
-def cells_of(config: Config, methods: Sequence[str]) -> list[harness.Cell]:
+def cells_of(config: Config, methods: tuple[str, ...]) -> list[harness.Cell]:
     """The references first, then horizon by horizon."""
     exact = harness.grid(method=["exact"], beta=config.betas)
     return exact + [c for h in config.horizons for c in harness.grid(method=methods, H=[h], beta=config.betas)]
@@ -205,7 +204,7 @@ def _picture(config, by, gains):
     return figure
 
 
-def plot_variances(ax: Axes, rows: list[dict[str, Any]], every: Iterable[dict[str, Any]]) -> None:
+def plot_variances(ax: Axes, rows: list[dict[str, Any]], every: Any) -> None:
     """Variance against beta with its intervals, on a log axis that holds those of every row up to `TOP`.
 
     Shaped methods are dashed: they lie on the unshaped ones where shaping changes nothing.

@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from experiments import harness
@@ -87,14 +86,13 @@ def _words(counts: dict[str, int]) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
 
 
-def report(config: Config, records: Sequence[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows = []
     for cell, result in records:
         row = {**cell, "once": _words(result["once"]), "each_turn": _words(result["each turn"])}
-        row |= {"turns": STEPS if result["each turn"] else 0, "bytes_once": result["bytes once"]}
-        row |= {"bytes_each_turn": result["bytes each turn"], "parameter_bytes": result["parameter bytes"]}
-        row["argument_bytes_per_device"] = result["argument bytes"]
-        rows.append(row | {"temp_bytes_per_device": result["temp bytes"]})
+        row["turns"] = STEPS if result["each turn"] else 0
+        row |= {k.replace(" ", "_"): result[k] for k in ("bytes once", "bytes each turn", "parameter bytes")}
+        rows.append(row | {f"{k}_bytes_per_device": result[f"{k} bytes"] for k in ("argument", "temp")})
     most = max(config.devices)
     figure, ((axes,),) = harness.panels(size=(7, 3.2))
     shown = [r for r in rows if r["devices"] == most][::-1]

@@ -149,10 +149,8 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
         begun = [p.name for p in path.parent.iterdir() if p.name not in ("run", "code", ".lock")]
         changed = begun and not (path.exists() and path.read_text() == code)
         if changed and len(found) < len(cells) and not (config.mix or config.only_report):
-            raise SystemExit(
-                f"{folder} was begun by other code, which measured {'; '.join(sorted(begun)[:5])}. Delete what is to "
-                "be measured again, or go on beside it with --mix."
-            )
+            words = f"{folder} was begun by other code, which measured {'; '.join(sorted(begun)[:5])}"
+            raise SystemExit(f"{words}. Delete what is to be measured again, or go on beside it with --mix.")
         if not config.only_report:
             write_atomically(path, code)
         stored, commit = {path: _read(path, "result", "seconds") for path in found}, _commit()
@@ -253,10 +251,9 @@ def _is_key(leaf: Any) -> bool:
 
 def _like(leaf: Any, stored: np.ndarray) -> Any:
     """What was stored of a leaf: a key, JAX's array or NumPy's."""
-    if not isinstance(leaf, jax.Array):
-        return stored
-    array = jnp.asarray(stored)
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else array
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(stored), impl=jax.random.key_impl(leaf))
+    return jnp.asarray(stored) if isinstance(leaf, jax.Array) else stored
 
 
 def checkpoint(config: Config, cell: Cell) -> Checkpoint:
@@ -279,10 +276,8 @@ def common(results: Iterable[Mapping[str, Any]], name: str = "data") -> Any:
     """What all results with a name have under it: APGRAD_DATA may have named other data when a run went on."""
     found = {json.dumps(result[name]): result[name] for result in results if name in result}
     if len(found) > 1:
-        raise SystemExit(
-            f"cells of this run were measured with unlike {name}: {'; '.join(found)}. Delete those that are to be "
-            "measured again, or begin another folder with --out."
-        )
+        words = f"cells of this run were measured with unlike {name}: {'; '.join(found)}"
+        raise SystemExit(f"{words}. Delete those that are to be measured again, or begin another folder with --out.")
     return next(iter(found.values()), None)
 
 
@@ -440,10 +435,10 @@ def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
     found = _read(path)
     if found != wanted:
         different = [f"  {name}: {a!r} there, {b!r} now\n" for name, a, b in _differences(found, wanted)]
-        raise SystemExit(
-            f"{folder} holds a run with another configuration:\n{''.join(different)}Go on with the same configuration, "
-            "choose another folder with --out, or delete the folder to begin again."
+        words = (
+            "Go on with the same configuration, choose another folder with --out, or delete the folder to begin again."
         )
+        raise SystemExit(f"{folder} holds a run with another configuration:\n{''.join(different)}{words}")
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> list[tuple[str, Any, Any]]:

@@ -35,7 +35,6 @@ paper in this:
 import bisect
 import functools
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -329,7 +328,7 @@ def _figure(rows, curves, noises):
     return figure
 
 
-def _noise(runs: Iterable[dict[str, Any]], evaluation: int, layer: str) -> float:
+def _noise(runs, evaluation, layer):
     """Root mean square over draws and runs of |g - exact g| / |exact g|."""
     squares = [r["noise"][evaluation][layer] for r in runs if r["noise"]]
     return float(np.sqrt(np.mean(squares))) if squares else 0.0

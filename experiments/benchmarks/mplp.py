@@ -17,7 +17,6 @@ plain SGD (`jax.grad`).
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -37,7 +36,7 @@ TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published
     "mnist": ((144, 50, 10), 20, 8, 1, {"message_size": 4, "hidden": 7, "share": True}),
     "sinusoid": ((1, 20, 20, 1), 5, 10, 4, {"message_size": 8, "hidden": 15}),
 }
-RULES: dict[str, Callable[..., Any]] = {
+RULES: dict[str, Any] = {
     "exact": lambda sites, **_: mplp.Exact(0.1),
     "separable": lambda sites, **_: mplp.Separable(sites, rngs=nnx.Rngs(0)),
     "separable, memory, whitening": lambda s, **_: mplp.Separable(s, neuron_state=4, whiten=True, rngs=nnx.Rngs(0)),

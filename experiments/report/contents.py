@@ -3,7 +3,6 @@
 import functools
 import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ class Table(NamedTuple):
 
     title: str
     run: str
-    rows: Callable[[dict[str, Any]], list[list[str]]]
+    rows: Any  # results -> lines of texts
     text: str
 
 
