@@ -47,7 +47,7 @@ METHODS = tuple(COLOURS)
 PLAIN = ("RP", "LR", "TP published")  # not cross-fitted
 
 
-class Config(harness.Config, least={"lanes": 4, "estimates": 2, "reference": 20_000}, multiples={"lanes": 2}):
+class Config(harness.Config, least={"lanes": 4, "estimates": 2, "reference": 20_000}, multiple={"lanes": 2}):
     """Options of this experiment."""
 
     lanes: tuple[int, ...] = (100, 1000)  # numbers of lanes for an estimate.

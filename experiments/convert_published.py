@@ -117,10 +117,8 @@ def read(path: Path) -> np.ndarray:
     try:
         numbers = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(
-            f"{path} is not a whole .npy file of numbers ({error}). The authors' checkpoints are the files "
-            "mplp/savedmodels/*.npy of their repository; get the file again."
-        ) from error
+        words = "The authors' checkpoints are the files mplp/savedmodels/*.npy of their repository; get the file again."
+        raise ValueError(f"{path} is not a whole .npy file of numbers ({error}). {words}") from error
     if numbers.ndim != 1 or numbers.dtype.newbyteorder("=") != np.float32 or not np.all(np.isfinite(numbers)):
         got = f"an array of {numbers.dtype}{numbers.shape}"
         raise ValueError(f"{path} has {got}; the authors' checkpoints are one array of finite float32, (n,)")
@@ -136,10 +134,8 @@ def convert(numbers: np.ndarray, layout: Layout | None = None, prior: np.ndarray
     if layout is None:
         layout = next((known for name, known in LAYOUTS.items() if counts[name] == numbers.size), None)
         if layout is None:
-            raise ValueError(
-                f"the checkpoint has {numbers.size} numbers, the published ones have {counts}. If it is of another "
-                "network, call convert with the Layout of that network; if not, get the file again."
-            )
+            words = "If it is of another network, call convert with its Layout; if not, get the file again."
+            raise ValueError(f"the checkpoint has {numbers.size} numbers, the published ones have {counts}. {words}")
     arrays = _split(numbers, shapes(layout), "checkpoint")
     for name, value in arrays.items():
         if name.endswith("standardizer/scale") and not np.all(value > 0):

@@ -51,8 +51,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row["rms_error"] = float(np.sqrt(squared_bias + row["variance"]))
         point = f"{row['method']}_H{row['H']}_beta{row['beta']:g}"
         figures[f"variance_{point}"] = chaos.variance_of(row)
-        mean = {"value": row["mean"], "standard_error": row["standard_error"], "exact": row["exact"]}
-        figures[f"mean_{point}"] = mean
+        figures[f"mean_{point}"] = {"value": row["mean"], **{k: row[k] for k in ("standard_error", "exact")}}
     columns = ("variance", "exact", "mean", "standard_error", "bias_in_standard_errors", "rms_error", "nonfinite")
     table = harness.table(rows, "H", "beta", "method", *columns)
     return harness.Report(figures, rows, table, _picture(config, rows))

@@ -34,6 +34,7 @@ import numpy as np
 
 from experiments import chaos, harness
 from experiments.parts import linear_swarm
+from experiments.parts.linear_swarm import SWARMS
 
 COLOURS = {"LR, no baseline": "#f4a582", **{m: c for m, c in chaos.COLOURS.items() if m in linear_swarm.METHODS}}
 GAINS = tuple(itertools.product(("GS-LR", "GS-TP"), ("LR, no baseline", "LR")))
@@ -44,11 +45,11 @@ SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP
 class Config(
     harness.Config,
     least={"widths": 0, "horizons": 1, "lanes": 2, "estimates": 2, "reference": 2},
-    among={"swarms": linear_swarm.SWARMS},
+    among={"swarms": SWARMS},
 ):
     """Options of this experiment."""
 
-    swarms: tuple[str, ...] = ("broad",)  # names in `linear_swarm.SWARMS`.
+    swarms: tuple[str, ...] = ("broad",)  # names in `SWARMS`.
     widths: tuple[float, ...] = (linear_swarm.QUADRATIC, 0.3)  # of the cost; infinite for the quadratic cost.
     horizons: tuple[int, ...] = (10,)  # numbers of steps, H, of which the first is that of all but `lanes`'s first.
     # particles for each estimate, of which the first is that of all other horizons.
@@ -58,9 +59,7 @@ class Config(
 
 
 WIDTHS = (linear_swarm.QUADRATIC, 1.0, 0.3, 0.1)
-PAPER = Config(
-    swarms=tuple(linear_swarm.SWARMS), widths=WIDTHS, horizons=(25, 10, 50), lanes=(1000, 20, 100), reference=200
-)
+PAPER = Config(swarms=tuple(SWARMS), widths=WIDTHS, horizons=(25, 10, 50), lanes=(1000, 20, 100), reference=200)
 
 
 def sizes(config: Config, swarm: str) -> list[tuple[int, int]]:
@@ -68,7 +67,7 @@ def sizes(config: Config, swarm: str) -> list[tuple[int, int]]:
 
     The bounded force has the first horizon only, since each of its references costs as much as many cells.
     """
-    horizons = config.horizons[:1] if linear_swarm.SWARMS[swarm].bend else config.horizons
+    horizons = config.horizons[:1] if SWARMS[swarm].bend else config.horizons
     return [(h, config.lanes[0]) for h in horizons] + [(config.horizons[0], b) for b in config.lanes[1:]]
 
 
@@ -85,7 +84,7 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    swarm, width, horizon = linear_swarm.SWARMS[cell["swarm"]], cell["width"], cell["H"]
+    swarm, width, horizon = SWARMS[cell["swarm"]], cell["width"], cell["H"]
     if cell["method"] != "exact":
         found = linear_swarm.gradients(cell["method"], swarm, width, horizon, cell["B"], config.estimates, seed)
         return {"estimates": found.tolist()}
@@ -111,7 +110,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         worse, better = squares[place, baseline], squares[place, method]
         interval = harness.interval(_means(config, worse, 1) / _means(config, better, 2))
         figures[_name(place, method, baseline)] = {"value": np.mean(worse) / np.mean(better), "interval": interval}
-    gaussian = [place for place in places if not linear_swarm.SWARMS[place[0]].bend]
+    gaussian = [place for place in places if not SWARMS[place[0]].bend]
     for method, baseline in GAINS:
         names = [_name(place, method, baseline) for place in gaussian or places]
         for label, choose in (("largest", max), ("smallest", min)):

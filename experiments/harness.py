@@ -87,7 +87,7 @@ class Config:
     checks: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, **checks: Any):
-        """A class names options whose numbers have a `least`, are `multiples`, or are `among` what is known."""
+        """A class names options whose numbers have a `least`, are a `multiple`, or are `among` what is known."""
         dataclasses.dataclass(frozen=True)(cls)
         cls.checks = {**cls.checks, **checks}
 
@@ -96,7 +96,7 @@ class Config:
         for name, bound in self.checks.get("least", {}).items():
             if min(self._each(name), default=bound - 1) < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
-        for name, unit in self.checks.get("multiples", {}).items():
+        for name, unit in self.checks.get("multiple", {}).items():
             if any(n % unit for n in self._each(name)):
                 raise ValueError(f"{name} must be multiples of {unit}, got {getattr(self, name)}")
         for name, known in self.checks.get("among", {}).items():
@@ -154,9 +154,8 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
         if not config.only_report:
             write_atomically(path, code)
         stored, commit = {path: _read(path, "result", "seconds") for path in found}, _commit()
-        for path, cell in tqdm.tqdm(paths.items(), desc=name, unit="cell", disable=config.only_report):
-            if path in stored or config.only_report:
-                continue
+        left = {} if config.only_report else {path: cell for path, cell in paths.items() if path not in stored}
+        for path, cell in tqdm.tqdm(left.items(), desc=name, unit="cell", disable=config.only_report):
             start = time.perf_counter()
             result = experiment.measure(config, cell, cell_seed(config.seed, cell))
             stored[path] = {"result": result, "seconds": time.perf_counter() - start, "commit": commit}

@@ -203,14 +203,10 @@ def schedule(steps: int, peak: float) -> optax.Schedule:
     return optax.join_schedules([optax.constant_schedule(peak), falling], [half])
 
 
-JUDGED: dict[str, dict[str, Any]] = {  # hidden widths, activation, minibatch
-    "image_mlp": {
-        "144-50-10, sigmoid": ((50,), jax.nn.sigmoid, 8),
-        "144-50-50-10, sigmoid": ((50, 50), jax.nn.sigmoid, 8),
-        "144-50-10, step (a transfer)": ((50,), step_function, 8),
-    },
-}
-JUDGED["images"] = JUDGED["image_mlp"] | {"144-100-40-10, relu, minibatches of 16": ((100, 40), jax.nn.relu, 16)}
+# Hidden widths, activation and minibatch of networks that rules for images are judged in, and of one for "images".
+JUDGED = {"144-50-10, sigmoid": ((50,), jax.nn.sigmoid, 8), "144-50-50-10, sigmoid": ((50, 50), jax.nn.sigmoid, 8)}
+JUDGED["144-50-10, step (a transfer)"] = ((50,), step_function, 8)
+RELU = {"144-100-40-10, relu, minibatches of 16": ((100, 40), jax.nn.relu, 16)}
 
 
 def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dict[str, Any]:
@@ -226,7 +222,8 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
         tasks = {"12x12 MNIST, minibatches of 16": task}
     else:
         make = functools.partial(meta.images, meta.data.load("mnist", size=12), **options)
-        tasks = {k: make(hidden=widths, activation=f, batch=batch) for k, (widths, f, batch) in JUDGED[name].items()}
+        judged = JUDGED | (RELU if name == "images" else {})
+        tasks = {k: make(hidden=widths, activation=f, batch=batch) for k, (widths, f, batch) in judged.items()}
     results = {}
     for label, task in tasks.items():
         learner, of_task = timed(meta.message_passing(task.network), length), functools.partial(measure, task)

@@ -52,9 +52,8 @@ PAPER = Config(data="mnist", size=12, networks=NETWORKS, horizons=(20, 100), dra
 def task_of(config: Config, name: str) -> meta.Task:
     """Images to classify by the network."""
     data = meta.data.load(config.data, size=config.size)
-    make = architectures.convnet
-    if name != "ConvNet":
-        make = functools.partial(architectures.recurrent, cell=name)
+    recurrent = functools.partial(architectures.recurrent, cell=name)
+    make = architectures.convnet if name == "ConvNet" else recurrent
     return architectures.task(data, make, batch=config.batch, held_out=min(1000, len(data.y_test)), split="test")
 
 

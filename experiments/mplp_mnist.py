@@ -104,8 +104,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         figures[name] = found[-1] | {"rate": result["rate"], "sweep": result["sweep"]}
         mean, error = curves[name] = tuple(np.array([v[k] for v in found]) for k in ("mean", "standard_error"))
         if len(mean) > MARKS[1]:
-            marks = [t for t in MARKS if t < len(mean)]
-            figures[name]["at steps"] = {str(t): [float(mean[t]), float(error[t])] for t in marks}
+            figures[name]["at steps"] = {str(t): [mean[t], error[t]] for t in MARKS if t < len(mean)}
     shown = [{"setting, method": name, **found} for name, found in figures.items()]
     table = harness.table(shown, "setting, method", "mean", "deviation", "standard_error", "rate", "at steps")
     for name in config.settings:

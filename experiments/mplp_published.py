@@ -84,10 +84,8 @@ def folder() -> Path:
     """
     path = os.environ.get("APGRAD_DATA")
     if path is None:
-        raise SystemExit(
-            "this experiment needs data: set APGRAD_DATA to a folder with mnist.npz (Keras layout: x_train, y_train, "
-            "x_test, y_test) and, for the published checkpoints, mplp_published/sinusoid.npz and mnist.npz"
-        )
+        words = "and, for the published checkpoints, mplp_published/sinusoid.npz and mnist.npz"
+        raise SystemExit(f"this experiment needs data: set APGRAD_DATA to a folder with Keras' mnist.npz {words}")
     return Path(path)
 
 

@@ -87,7 +87,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     adam, judge = meta_curves.thesis_adam(config.rate), lambda rule: np.array([meta_curves.total_loss(evaluate(rule))])
     found = meta_curves.judged_cell(config, cell, outer, adam, new_rule(config, seed), judge, seed)
     ranges = visited_ranges(config, found.best, jax.random.key(seed))
-    example = meta_curves.example(task, learner, found.best, config.length)[shown(config)]
+    kept = [0, 1, *(2 + round(part * config.length) for part in SHOWN)]  # x, the target, outputs after some steps
+    example = meta_curves.example(task, learner, found.best, config.length)[kept]
     result = {"eval": evaluate(found.best), "judged": found.judgements[:, 0], "losses": found.losses}
     surfaces = {name: surface(found.best, name, ranges[name]) for name in SURFACES}
     return result | {"skipped": found.skipped, "surfaces": surfaces, "example": example}
@@ -163,11 +164,6 @@ def surface(rule: Any, name: str, ranges: list[list[float]]) -> dict[str, Any]:
     learned = rule.networks[key](a.reshape(-1, 1), b.reshape(-1, 1))[:, 0]
     descent = exact(a, b).reshape(-1)
     return {"learned": learned, "ranges": ranges, "correlation": np.corrcoef(learned, descent)[0, 1]}
-
-
-def shown(config: Config) -> list[int]:
-    """The rows of `meta_curves.example` that are kept: x, the target, the outputs after some of the steps."""
-    return [0, 1, *(2 + round(part * config.length) for part in SHOWN)]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

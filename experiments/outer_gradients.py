@@ -47,7 +47,7 @@ ESTIMATORS = tuple(OBJECTIVES)
 REFERENCES = ("nearly exact", "smoothed", "by segment", "noise")
 
 
-class Config(harness.Config, multiples={"lengths": SEGMENT}):
+class Config(harness.Config, multiple={"lengths": SEGMENT}):
     """Options of this experiment."""
 
     rates: tuple[float, ...] = (0.1, 0.9)  # values of theta, a tame and a chaotic one.
@@ -146,8 +146,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         bias = {"bias": result["mean"] - known["mean"], "bias_standard_error": error}
         rows.append({**cell, **result, "objective": objective, "reference": known["mean"], **bias})
     for theta in config.rates:
-        start = jnp.float32(0.3)
-        slopes = jax.lax.scan(functools.partial(_slope, jnp.float32(theta)), start, length=5000)[1]
+        step = lambda s, theta=theta: problem(1).step(jnp.float32(theta), s)[0]
+        grow = lambda s, _, step=step: (step(s), jnp.log(jnp.abs(jax.grad(step)(s))))
+        slopes = jax.lax.scan(grow, jnp.float32(0.3), length=5000)[1]
         figures[f"Lyapunov exponent at theta={theta}"] = float(jnp.mean(slopes))
     for theta, length in itertools.product(config.rates, config.lengths):
         for name in REFERENCES:
@@ -158,11 +159,6 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     columns = ("variance", "bias", "bias_standard_error", "objective", "reference")
     table = harness.table(longest, "T", "theta", "estimator", *columns)
     return harness.Report(figures, rows, table, _figure(config, rows))
-
-
-def _slope(theta, s, _):
-    step = lambda s: problem(1).step(theta, s)[0]
-    return step(s), jnp.log(jnp.abs(jax.grad(step)(s)))
 
 
 def _figure(config, rows):

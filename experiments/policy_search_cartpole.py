@@ -57,7 +57,7 @@ METHODS = ("RP", "LR", "TP published", "TP adaptive")
 
 
 class Config(
-    harness.Config, least={"seeds": 2, "episodes": 2, "particles": 4, "repetitions": 2}, multiples={"particles": 2}
+    harness.Config, least={"seeds": 2, "episodes": 2, "particles": 4, "repetitions": 2}, multiple={"particles": 2}
 ):
     """Options of this experiment."""
 

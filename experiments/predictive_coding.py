@@ -105,9 +105,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for method in METHODS:
         found = np.array([result["accuracies"] for cell, result in records if cell["method"] == method])
         for (number, published), values in zip(PUBLISHED.items(), found.T, strict=False):
-            row = {"method": method, "steps": number, "seeds": len(values), "test_accuracy": float(values.mean())}
-            error = harness.standard_error(values)
-            row["test_accuracy_se"] = float("nan") if error is None else error
+            row = {"method": method, "steps": number, "seeds": len(values), "test_accuracy": values.mean()}
+            row["test_accuracy_se"] = harness.standard_error(values) if len(values) > 1 else np.nan
             rows.append(row | {"jpc_notebook": published if method == METHODS[0] else None})
         mine = [row for row in rows if row["method"] == method]
         means, errors = ([100 * row[name] for row in mine] for name in ("test_accuracy", "test_accuracy_se"))

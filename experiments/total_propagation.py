@@ -43,7 +43,7 @@ class Config(
     harness.Config,
     least={"estimates": 2, "lanes": 4, "sets": 1},
     among={"parameters": (1, 5), "methods": (*RULES, *CLIPPED)},
-    multiples={"lanes": 2},
+    multiple={"lanes": 2},
 ):
     """Options of this experiment."""
 

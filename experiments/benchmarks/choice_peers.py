@@ -189,8 +189,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             wide = 0.0 if certain else 1.96 * np.hypot(error / mine, peer_error / peer)
             ratio = mine / peer
             more = {"at_equal_evaluations": mine, "best_peer": best, "over_best_peer": ratio}
-            ends = {"low": float(ratio * np.exp(-wide)), "high": float(ratio * np.exp(wide))}
-            rows.append({**cell, "method": method, **row, **more, **ends})
+            more |= {"low": ratio * np.exp(-wide), "high": ratio * np.exp(wide)}
+            rows.append({**cell, "method": method, **row, **more})
         mine = [r for r in rows if r["problem"] == cell["problem"] and r["method"] in OURS]
         ours = min(mine, key=lambda r: r["high"])
         figures[cell["problem"]] = {k: ours[k] for k in ("method", "best_peer", "over_best_peer", "low", "high")}

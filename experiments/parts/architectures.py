@@ -1,7 +1,6 @@
 """Small ConvNets, and recurrent networks that read an image in parts, as tasks for learned rules."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +46,7 @@ def recurrent(
     )
 
 
-def task(data: meta.data.Images, make: Callable[..., nnx.Sequential], **options: Any) -> meta.Task:
+def task(data: meta.data.Images, make: Any, **options: Any) -> meta.Task:
     """Images to classify by the networks that `make(inputs, classes, rngs)` makes; options of `meta.images`."""
     plain = meta.images(data, **options)
     made = functools.partial(make, data.x_train.shape[1], data.classes)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 import apgrad as ap
 
+Weights = ap.weights.Weights
 _INVERSE_VARIANCE = ap.weights.inverse_variance().message.rule
 
 
-def alpha_order(gamma: float, *, confidence: float = 0.95) -> ap.weights.Weights:
+def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
     """Inverse-variance weights, as far as the two estimators agree up to a given error.
 
     The alpha-order estimator of Suh, Simchowitz, Zhang & Tedrake (2022), section 4: alpha times reparameterization and
@@ -51,7 +52,7 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> ap.weights.Weights
     return ap.weights.Weights(ap.weights.Weighting(rule))
 
 
-def mean_test(weights: ap.weights.Weights | None = None, *, threshold: float = 3.5) -> ap.weights.Weights:
+def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weights:
     """The given weights, but the likelihood ratio alone at nodes where the two estimators' means differ.
 
     Where both estimators are unbiased, D = c_2 - c_1 has mean 0. With D_i the difference on lane i and V the variance
@@ -79,9 +80,7 @@ def mean_test(weights: ap.weights.Weights | None = None, *, threshold: float = 3
     return _turn_to_ratio("mean_test", ap.weights.decoupled() if weights is None else weights, differs)
 
 
-def variance_test(
-    weights: ap.weights.Weights | None = None, *, dimensions: int = 1, c: float = 1.0
-) -> ap.weights.Weights:
+def variance_test(weights: Weights | None = None, *, dimensions: int = 1, c: float = 1.0) -> Weights:
     """The given weights, but the likelihood ratio alone where it spreads more than the pathwise slopes explain.
 
     A test in the manner of DDCG (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161). Of DDCG we know from the

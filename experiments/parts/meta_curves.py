@@ -173,9 +173,7 @@ def _compiled(outer, optimizer, every):
     return begin, jax.jit(meta.outer_steps(outer, optimizer, every))
 
 
-def judged_cell(
-    config: Any, cell: harness.Cell, outer: Any, optimizer: Any, theta: Any, judge: Any, seed: int
-) -> Judged:
+def judged_cell(config: Any, cell: Any, outer: Any, optimizer: Any, theta: Any, judge: Any, seed: int) -> Judged:
     """`judged_training` of a cell, which goes on from the cell's checkpoint; the config has `steps` and `points`."""
     checkpoint = harness.checkpoint(config, cell)
     return judged_training(outer, optimizer, theta, seed, config.steps, config.points, judge, checkpoint)

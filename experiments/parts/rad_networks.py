@@ -24,10 +24,8 @@ from apgrad import memory as rad
 
 NAMES = ("mlp", "convnet", "rnn", "transformer")
 BATCH = 150  # examples of every method but the smaller batches
-PIXELS = {  # mean and deviation by the number of channels: MNIST's, and CIFAR-10's
-    1: ((0.1307,), (0.3081,)),
-    3: ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-}
+# Mean and deviation by the number of channels: MNIST's, and CIFAR-10's.
+PIXELS = {1: ((0.1307,), (0.3081,)), 3: ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))}
 LAYERS: dict[str, Any] = {"mlp": (("dense", 300), ("dense", 300), ("dense", 300), ("dense", 10))}
 LAYERS["convnet"] = (("conv 5", 16), ("conv 5", 32), ("pool", 0), ("conv 5", 32), ("conv 5", 32), ("pool", 0))
 LAYERS["convnet"] += (("dense", 10),)

@@ -21,9 +21,10 @@ def rows_with(results: Results, **values: Any) -> list[dict[str, Any]]:
     return [row for row in results["rows"] if values.items() <= row.items()]
 
 
-def megabytes(results: Results, network: str, method: str) -> Value:
-    (row,) = rows_with(results, network=network, method=method)
-    return Value(row["with_weights_MB"])
+def of_row(results: Results, values: dict[str, Any], column: str, factor: float = 1) -> Value:
+    """A column, times a factor, of the only row that has these values, with its standard error if it has one."""
+    (row,) = rows_with(results, **values)
+    return Value(factor * row[column], factor * row[f"{column}_se"] if f"{column}_se" in row else None)
 
 
 def largest_ratio(results: Results, method: str, steps: int = 50) -> Value:
@@ -196,8 +197,3 @@ def larger_batch(results: Results, last: bool) -> tuple[str, bool]:
     ratios = [errors["different 0.1", 600, n] / errors["baseline", 150, n] for n in layers]
     words = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
     return f"squared error over the batch's of 150: {words}", max(ratios) < 1
-
-
-def accuracy(results: Results, steps: int) -> Value:
-    (row,) = rows_with(results, method="predictive coding", steps=steps)
-    return Value(100 * row["test_accuracy"], 100 * row["test_accuracy_se"])
