@@ -304,7 +304,7 @@ def test_the_expected_cost_of_a_gaussian_position_is_that_of_quadrature(width, x
 
 def test_reparameterization_of_the_swarm_has_the_exact_gradient():
     for width in (linear_swarm.QUADRATIC, 0.4):
-        found = linear_swarm.gradients("RP", SWARM, width, horizon=3, lanes=500, num_estimates=100, seed=0)
+        found = linear_swarm.gradients("RP", SWARM, width, horizon=3, lanes=500, count=100, seed=0)
         error = found.std(axis=0, ddof=1) / 10
         assert np.all(np.abs(found.mean(axis=0) - linear_swarm.exact(SWARM, width, 3)) < 4 * error)
     refused(ValueError, "linear force", linear_swarm.exact, linear_swarm.SWARMS["bounded force"], 0.4, 5)
