@@ -68,7 +68,7 @@ def cells(config: Config) -> list[harness.Cell]:
     cell = lambda kind, m, p, h, beta, b, k: {"kind": kind, "method": m, "P": p, "H": h, "beta": beta, "B": b, "K": k}
     points = itertools.product(config.parameters, config.horizons, ("RP", "LR", *config.methods), config.betas)
     biases = [cell("bias", m, 1, h, BIAS_BETA, b, k) for h, b, k in config.bias_points for m in BIASED]
-    return biases + [cell("variance", m, p, h, beta, config.lanes, config.estimates) for p, h, m, beta in points]
+    return [*biases, *(cell("variance", m, p, h, beta, config.lanes, config.estimates) for p, h, m, beta in points)]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

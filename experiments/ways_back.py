@@ -97,7 +97,7 @@ def cells(config: Config) -> list[harness.Cell]:
     pairs = [p for p in pairs if p != {"network": "convnet", "rule": "difference_target_propagation"}]
     timed = [{**pair, "measure": "time"} for pair in pairs]
     tuned = [{**pair, "rate": rate, "trial": 0} for pair in pairs for rate in config.rates]
-    return timed + tuned + [{**pair, "rate": "best", "trial": t} for t in range(1, config.seeds) for pair in pairs]
+    return [*timed, *tuned, *({**pair, "rate": "best", "trial": t} for t in range(1, config.seeds) for pair in pairs)]
 
 
 @jax.jit
