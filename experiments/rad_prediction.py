@@ -16,7 +16,7 @@ A smaller batch of as many bytes, f' of them a B-th of a batch of B, has the squ
 the gradient over all data. A sample has (S - |g|^2) / B + N / (f B). So at equal memory the sample's squared error over
 the smaller batch's is
 
-    f' (1 + (1/f) (N / S) / (1 - |g|^2 / S)),     about (1 + f) / coherence where f' = f:
+    f' (1 + (1/f) (N / S) / (1 - |g|^2 / S)),     about f' + 1 / coherence where f' = f:
 
 above 1 in dense layers, below it where weights are shared and messages agree. Rounding has v = scale^2 p (1 - p), which
 is relative to the range of its group, and not to x^2 / f: small in both.

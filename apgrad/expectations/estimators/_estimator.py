@@ -29,7 +29,9 @@ and under `ap.adaptive`, and biased otherwise. `"yes"`: it is biased.
 
 
 class Estimator(NamedTuple):
-    """How one random choice is differentiated.
+    """How one random choice is differentiated: by a pathwise derivative, by a score, or by the sum of both.
+
+    In a sum the score is for what the pathwise derivative leaves out; a `Mixer` weighs estimators that are whole.
 
     Attributes:
       name: the estimator's name in errors.
