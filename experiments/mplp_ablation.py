@@ -85,16 +85,19 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return {"accuracy": found, "skipped": skipped}
 
 
+def means(accuracy: dict[str, Any], when: str, steps: int) -> np.ndarray:
+    """The mean accuracy in each setting."""
+    found = (runs[str(steps)] for name, runs in accuracy.items() if name.endswith(when))
+    return np.array([mplp_settings.learned(runs).mean() for runs in found])
+
+
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     given = {cell["rule"]: result["accuracy"] for cell, result in records}
     rows, figures = [], {}
     figure, axes = harness.panels(1, len(config.horizons), (4.6 * len(config.horizons), 3.6))
     for ax, steps in zip(axes.flat, config.horizons, strict=True):
         for at, (rule, when) in enumerate(itertools.product(given, ("before", "after"))):
-            of = lambda name, key=(when, str(steps)): [
-                mplp_settings.learned(v[key[1]]).mean() for k, v in given[name].items() if k.endswith(key[0])
-            ]
-            mine, whole = np.array(of(rule)), np.array(of(WHOLE))
+            mine, whole = (means(given[name], when, steps) for name in (rule, WHOLE))
             ahead = mine - whole
             row = {"rule": rule, "training": when, "updates": steps, "accuracy": mine.mean()}
             row |= {"ahead": ahead.mean(), "interval": mplp_settings.half_interval(ahead), "settings": len(ahead)}
@@ -102,8 +105,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             figures[f"{rule}, {when}, {steps} updates"] = {k: row[k] for k in ("accuracy", "ahead", "interval")}
             ax.errorbar(row["ahead"], at, xerr=row["interval"], fmt="o", color=f"C{int(when == 'after')}")
         labels = [f"{rule}, {when} training" for rule, when in itertools.product(given, ("before", "after"))]
-        ax.set(xlabel="points ahead of the whole rule", title=f"{steps} updates", yticks=range(len(labels)))
-        ax.set_yticklabels(labels)
+        ax.set_yticks(range(len(labels)), labels)
+        ax.set(xlabel="points ahead of the whole rule", title=f"{steps} updates")
         ax.axvline(0, color="black", lw=0.8)
     table = harness.table(rows, "rule", "training", "updates", "accuracy", "ahead")
     return harness.Report(figures, rows, table, figure)

@@ -191,12 +191,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             figures[f"correlation {m} {how}{where}"] = mean
     shown = [{"with the cost of removal": name, **found} for name, found in figures.items()]
     figures["orders of influence"] = len({tuple(np.argsort(r["influence"][1])) for r in results})
+    table = harness.table(shown, *shown[0])
+    of = lambda some: {"loss": some.mean(), "standard_error": harness.standard_error(some)}
     for name in ("in_order", "in_opposite_order"):
         losses = enumerate(np.array([r[name] for r in results]).T)
-        of = lambda some: {"loss": float(some.mean()), "standard_error": harness.standard_error(some)}
         figures[name] = [{"removed": i, **of(some)} for i, some in losses]
-    table = harness.table(shown, *shown[0])
-    for name in ("in_order", "in_opposite_order"):
         table += f"\nremoved {name.replace('_', ' ')}\n{harness.table(figures[name], *figures[name][0])}"
     return harness.Report(figures, rows, table, _picture(results, figures))
 

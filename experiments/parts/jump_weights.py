@@ -49,7 +49,7 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
         alpha = jnp.minimum(_INVERSE_VARIANCE(gradients, suffix)[0], room)
         return jnp.stack([alpha, 1 - alpha])
 
-    return ap.weights.Weights(ap.weights.Weighting(rule))
+    return Weights(ap.weights.Weighting(rule))
 
 
 def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weights:
@@ -129,7 +129,7 @@ def _turn_to_ratio(name, weights, found):
 
         return weighting._replace(rule=rule)
 
-    return ap.weights.Weights(wrap(weights.message), weights.contribution and wrap(weights.contribution))
+    return Weights(wrap(weights.message), weights.contribution and wrap(weights.contribution))
 
 
 def _require_two(name, gradients):
