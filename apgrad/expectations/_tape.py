@@ -60,6 +60,7 @@ class Tape:
         self._stamp = 0
         if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
+            self._trace = get_opaque_trace_state()
             ledger.arrays = tuple(map(id, _arrays(self)))
 
     def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
@@ -216,6 +217,13 @@ class Tape:
                 "the use returned. Into scan, while_loop and cond pass it as carry or operand, do not close over it; "
                 "for independent branches use tape.parallel. jax.eval_shape is a use, and nnx.jit uses it twice (use "
                 "jax.jit), as may a custom_jvp rule: keep the tape out of custom_jvp functions."
+            )
+        # A compiled function is traced once, however often it is called: what it does to such a tape would be lost.
+        if self._trace != get_opaque_trace_state():
+            raise ValueError(
+                f"{what}: a function that JAX traces closes over this tape. Give it the tape as an argument (into "
+                "scan, while_loop and cond as carry or operand), and return the tape that the use returned. In vmap "
+                "give the axis to the arrays, after the lanes: a tape cannot have a batch axis."
             )
         collecting = self._plan.dtype is None
         wrong = [jnp.shape(p) != port.shape for port, p in self._ports.items()]

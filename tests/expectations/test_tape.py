@@ -257,7 +257,19 @@ USED_TWICE = {
 
 @pytest.mark.parametrize("program", USED_TWICE.values(), ids=USED_TWICE.keys())
 def test_a_tape_used_twice_is_refused(program):
-    refused_program("already used.*carry or operand, do not close over it", program, (4,))
+    refused_program("already used.*carry or operand, do not close over it|closes over this tape", program, (4,))
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, jax.checkpoint])
+def test_a_tape_that_a_compiled_function_closes_over_is_refused(compiled):
+    """Called a second time it is not traced again: the choices of the first call would be lost, and drawn again."""
+
+    def program(tape, a):
+        flip = compiled(lambda x: visit(tape, a * x))
+        flip(1.0)
+        return flip(2.0).cost(ONES)
+
+    refused_program("closes over this tape. Give it the tape as an argument", program, (4,))
 
 
 ONE_A_LANE, OF_BASELINE = r"shape \(4,\), one value a lane, got", r"baseline has shape .*, expected \(4,\)"
