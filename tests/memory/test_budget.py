@@ -64,6 +64,14 @@ def test_of_samplers_those_on_the_lower_convex_hull_are_taken():
     assert [name for *_, name in _hull(below)] == [None, "a", "b"]
 
 
+def test_a_budget_of_a_bit_an_entry_is_kept():
+    """A bit an entry has less noise than a sample of a sixteenth, and fewer bytes."""
+    w, x = jnp.eye(32), jnp.ones((64, 32))
+    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))
+    budget = remembered(lambda *a: ap.randomize(loss, R.rounding(1))(KEY, *a), w, x)
+    assert remembered(lambda *a: ap.randomize(loss, budget_bytes=budget)(KEY, *a), w, x) <= budget
+
+
 def test_what_branches_share_is_given_out():
     w, x = 0.1 * jax.random.normal(KEY, (32, 32)), jnp.ones((512, 32))
 
