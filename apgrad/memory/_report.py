@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from apgrad._ground.arguments import chosen_numbers
 from apgrad._ground.pictures import new_figure
@@ -266,7 +267,7 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
 
     gradient = jax.jit(jax.grad(scalar, argnums=inexact))
     # What somebody has placed stays there, and the rest is placed by JAX.
-    free = lambda x: isinstance(x, jax.core.Tracer) or not getattr(x, "committed", True)
+    free = lambda x: isinstance(x, Tracer) or not getattr(x, "committed", True)
     given = lambda x: None if free(x) else getattr(x, "sharding", None)
     flat = [aval.update(sharding=given(x)) for aval, x in zip(flat, jaxprs.arrays_of(args)[0], strict=True)]
     options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
