@@ -78,7 +78,7 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 
 
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
-    """Returns the array as it is, and leaves a mark for those who read the program; `mapped` under `jax.vmap`."""
+    """Returns the array as it is, and leaves a mark for those who read the program; it says whether `vmap` maps it."""
     return _mark_p.bind(x, kind=kind, label=label, mapped=False)
 
 

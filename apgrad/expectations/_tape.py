@@ -28,6 +28,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from apgrad._ground.arguments import meets
+from apgrad._ground.keys import is_key
 from apgrad._ground.primitives import mark, refuse_batching, refuse_second_derivative
 from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
@@ -60,7 +61,7 @@ class Tape:
         self._stamp = 0
         if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
-            self._trace = get_opaque_trace_state()
+            self._trace = _trace_at(key)
             ledger.arrays = tuple(map(id, _arrays(self)))
 
     def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
@@ -219,7 +220,7 @@ class Tape:
                 "jax.jit), as may a custom_jvp rule: keep the tape out of custom_jvp functions."
             )
         # A compiled function is traced once, however often it is called: what it does to such a tape would be lost.
-        if self._trace != get_opaque_trace_state():
+        if self._trace is not _trace_at(self._key):
             raise ValueError(
                 f"{what}: a function that JAX traces closes over this tape. Give it the tape as an argument (into "
                 "scan, while_loop and cond as carry or operand), and return the tape that the use returned. In vmap "
@@ -298,6 +299,12 @@ class Tape:
 def require_tape(what: str, tape: Any) -> None:
     if not isinstance(tape, Tape):
         raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}; call it as f(tape, ...)")
+
+
+def _trace_at(key: jax.Array) -> Any:
+    """The trace into which an operation brings the key; that of `jax.grad` leaves it where it is."""
+    there = jax.random.key_data(key) if is_key(key) else key  # tangents of a tape have other arrays
+    return getattr(there, "_trace", None)
 
 
 def _arrays(tape: Tape) -> list[Any]:

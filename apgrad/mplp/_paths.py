@@ -8,6 +8,7 @@ comes from, and the functions on the way. Where a node is entered, a value must 
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.extend.core import Literal
 from apgrad._ground.port import Signal
 from apgrad._ground.primitives import mark
 from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import Program, all_equations, inexact_outputs, inside_of, is_inexact, nested, trace
+from apgrad._programs.jaxprs import Program, inexact_outputs, inside_of, is_inexact, nested, trace
 from apgrad._programs.kinds import (
     IDENTITY,
     LINEAR_IN,
@@ -111,11 +112,13 @@ class Walk:
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 
     def of_constant(self, value: Any) -> Fact:
-        """Of an array as wide as a message, and of a number made of a port's shape, which has the size as a factor."""
+        """Of an array as wide as a message, or a number made of a port's shape, with the size in it or its square."""
         shape, dtype = np.shape(value), jnp.result_type(value)
-        known = not shape and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
-        factor = known and np.isfinite(value) and value != 0 and np.real(value) % self.size == 0
-        return frozenset({UNLIKE}) if factor or self.size in shape else NOTHING
+        known = math.prod(shape) == 1 and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
+        number = float(np.abs(np.asarray(value)).reshape(())) if known else 0.0
+        powers = [number**p / self.size for p in (1, -1, 2, -2)] if number else []
+        made = any(0.5 < n < 1000 and abs(n - round(n)) < 1e-4 for n in powers)
+        return frozenset({UNLIKE}) if made or self.size in shape else NOTHING
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
@@ -196,19 +199,18 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
 
 def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
     """Whether a function of one array is linear, or linear and a constant, and not elementwise, as a reversal is."""
-    program, start = trace(function, x)[0], frozenset({(WIRED, "")})
-    if all(eqn.primitive.name in WITHIN_ELEMENTWISE or inside_of(eqn) for eqn in all_equations(program)):
-        return False
+    program, start, moving = trace(function, x)[0], frozenset({(WIRED, "")}), set[str]()
 
     def through(eqn, facts):
-        together = NOTHING.union(*facts)
+        name, together = eqn.primitive.name, NOTHING.union(*facts)
         if nested(eqn) is not None:
             return None
-        chosen = eqn.primitive.name in NO_DERIVATIVE and together  # by the array's values
+        moving.update({name} - WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
+        chosen = name in NO_DERIVATIVE and together  # by the array's values
         return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together, False)] * len(eqn.outvars)
 
     made = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
-    return all(fact and (WIRED, NONLINEAR) not in fact for fact in made)
+    return bool(moving) and all(fact and (WIRED, NONLINEAR) not in fact for fact in made)
 
 
 def _held(fact: Fact) -> Fact:

@@ -1,6 +1,7 @@
 """The inner step: one backward pass of a network under a rule, pure and differentiable in all that it takes."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -211,7 +212,7 @@ def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) 
 def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> Places:
     """The network's places, where all that it depends on comes back as a message."""
     axes = {n for x in jax.tree.leaves((params, batch)) for n in jnp.shape(x)}
-    size = next(n for n in (1009, 1013, 1019, 1021) if n not in axes)  # a prime, so that nothing fits it by chance
+    size = next(n for n in itertools.count(1009, 2) if n not in axes)  # so that nothing fits it by chance
     loss_of = lambda places: trace(lambda p, ports: _run(network, places, p, ports, batch)[0], params, port(params))[0]
     places = Places(rule, forward=size)
     try:

@@ -181,7 +181,7 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     right = worst.off <= worst.bound
     yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
     scale, visible = _largest(truth), worst.visible
-    average = ", as a root mean square of elements that few samples reach" if worst.on_average else ""
+    average = "; of elements that few samples reach, in their root mean square" if worst.on_average else ""
     if not right:
         return
     if scale == 0:

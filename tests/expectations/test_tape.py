@@ -242,6 +242,7 @@ def stale_in_a_branch(tape, a):
 
 JITTED = jax.jit(visit)
 PARTS = functools.partial(visit, parts=True)
+
 USED_TWICE = {
     "at once": after(visit),
     "after a compiled function": lambda tape, a: after(JITTED)(JITTED(tape, a), a),
@@ -253,11 +254,13 @@ USED_TWICE = {
     "by a checkpoint": after(visit, jax.checkpoint(lambda tape: tape.cost(ONES))),
     "by a scan that closes over it": closed_over_by_a_scan,
 }
+CLOSED = dict.fromkeys(("in the branches of a cond", "by a scan that closes over it"), "closes over this tape")
 
 
-@pytest.mark.parametrize("program", USED_TWICE.values(), ids=USED_TWICE.keys())
-def test_a_tape_used_twice_is_refused(program):
-    refused_program("already used.*carry or operand, do not close over it|closes over this tape", program, (4,))
+@pytest.mark.parametrize("name", USED_TWICE)
+def test_a_tape_used_twice_is_refused(name):
+    words = CLOSED.get(name, "already used.*carry or operand, do not close over it")
+    refused_program(words, USED_TWICE[name], (4,))
 
 
 @pytest.mark.parametrize("compiled", [jax.jit, jax.checkpoint])
@@ -270,6 +273,18 @@ def test_a_tape_that_a_compiled_function_closes_over_is_refused(compiled):
         return flip(2.0).cost(ONES)
 
     refused_program("closes over this tape. Give it the tape as an argument", program, (4,))
+
+
+def test_a_derivative_within_a_program_may_hand_the_tape_on():
+    def program(tape, a):
+        def inner(w, tape):
+            tape, key = tape.next_key()
+            return jnp.sum(w**2) + jax.random.normal(key), tape
+
+        g, tape = jax.grad(inner, has_aux=True)(a, tape)
+        return visit(tape, g).cost(ONES)
+
+    assert jnp.all(jnp.isfinite(jax.jit(ap.grad(program, lanes=4))(jax.random.key(0), ONES)))
 
 
 ONE_A_LANE, OF_BASELINE = r"shape \(4,\), one value a lane, got", r"baseline has shape .*, expected \(4,\)"

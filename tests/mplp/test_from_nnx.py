@@ -288,9 +288,10 @@ def test_messages_go_where_a_function_moves_elements():
     """A linear function that moves them has no place, also where it keeps the shape; any other that does has one."""
     moving = [lambda x: x[:, ::-1], lambda x: jnp.swapaxes(x, 1, 2), lambda x: jnp.roll(x, 1, 1), lambda x: x[:, :2]]
     others = [nnx.leaky_relu, jnp.sign, lambda x: jnp.where(x > 0, x, 0.0), lambda x: x + 1.0, nnx.log_softmax]
+    others.append(lambda x: x + jnp.cumsum(jnp.ones(4)))
     network, params = network_of(nnx.Sequential(*moving, *others))
     batch = jnp.ones((2, 4, 4)), jnp.ones((2, 2, 4))
-    assert [site.name for site in mplp.sites(network, params, batch)] == [f"{i}_activation" for i in range(4, 9)] + [
+    assert [site.name for site in mplp.sites(network, params, batch)] == [f"{i}_activation" for i in range(4, 10)] + [
         "loss"
     ]
 

@@ -109,6 +109,8 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "over the root of its width": lambda a: a / a.shape[-1] ** 0.5,
     "over its width": lambda a: a / jnp.asarray(a.shape[-1], jnp.float32),
     "over the root of its size": lambda a: a / jnp.sqrt(jnp.asarray(a.size, jnp.float32)),
+    "over a root that a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, a.shape[-1] ** -0.5),
+    "over an array of a root": lambda a: a / np.full((1,) * a.ndim, a.shape[-1] ** 0.5),
     "and mixed up": lambda a: a.T.reshape(a.shape),
     "and rolled as a whole": lambda a: jnp.roll(a, 1),
     "and weighed by an array": lambda a: a * np.arange(1.0, a.shape[-1] + 1),

@@ -353,7 +353,7 @@ def test_what_bias_would_be_seen_is_said_of_the_largest_element_and_of_elements_
     """One entry in 100 is .7 off, which is .07 as a root mean square."""
     at = np.random.default_rng(0).integers(0, 100, 1000)
     wrong = np.eye(100)[at] * np.where(np.arange(100) == 7, 65.0, 200.0)
-    said = "% of the largest element would be seen, as a root mean square of elements that few samples reach"
+    said = "% of the largest element would be seen; of elements that few samples reach, in their root mean square"
     right, resolution = _unbiased("bias", wrong, np.full(100, 2.0), 1.0)
     assert right.passed and resolution.passed and resolution.found.endswith(said)
     assert next(iter(_unbiased("bias", np.eye(100)[at] * 200.0, np.full(100, 2.0), 0.1))).passed
