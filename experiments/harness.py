@@ -39,7 +39,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, dataclass_transform
@@ -285,7 +285,7 @@ def grid(**axes: Iterable[Any]) -> list[Cell]:
     return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
 
 
-def bootstrap(samples: np.ndarray, statistic: Any, seed: int, resamples: int = 1000) -> np.ndarray:
+def bootstrap(samples: np.ndarray, statistic: Callable[..., Any], seed: int, resamples: int = 1000) -> np.ndarray:
     """The statistic, which maps (..., n) to (...), of samples (n,) drawn with replacement: (resamples,) values."""
     rng = np.random.default_rng(seed)
     return statistic(samples[rng.integers(len(samples), size=(resamples, len(samples)))])

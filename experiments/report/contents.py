@@ -3,6 +3,7 @@
 import functools
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ class Table(NamedTuple):
 
     title: str
     run: str
-    rows: Any  # results -> lines of texts
+    rows: Callable[[dict[str, Any]], list[list[str]]]
     text: str
 
 
