@@ -92,15 +92,15 @@ def by_messages(results: Results, graph: str) -> tuple[str, bool]:
 
 
 def flat_phase(results: Results) -> tuple[str, bool]:
-    arms = ("random start", "random start, batch entropy", "started as gradient descent")
-    words = []
+    arms, words = ("random start", "random start, batch entropy", "started as gradient descent"), []
     for arm in filter(results.__contains__, arms):
         begun = [f"{phase:,}" for phase in results[arm]["flat_phase"] if phase is not None]
         after = f" (after {', '.join(begun)} outer steps)" if begun else ""
         last = f"held-out loss at the end {results[arm]['held_out']:.2f}"
         words.append(f"{arm}: {len(begun)} of {results[arm]['of']} seeds start{after}, {last}")
     words.append(f"SGD {results['SGD']['held_out']:.2f}, Adam {results['Adam']['held_out']:.2f}")
-    return "; ".join(words), results[arms[1]]["seeds_started"] > results[arms[0]]["seeds_started"]
+    begun = [results.get(arm, {}).get("seeds_started", 0) for arm in arms]
+    return "; ".join(words), begun[1] > begun[0]
 
 
 def influence_balancing(results: Results) -> tuple[str, bool]:
