@@ -83,4 +83,4 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
 
 def test_without_data_the_experiment_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    refused(SystemExit, r"set APGRAD_DATA to a folder with mnist.npz", mplp_published.folder)
+    refused(SystemExit, r"set APGRAD_DATA to a folder with Keras' mnist\.npz and", mplp_published.folder)
