@@ -43,7 +43,8 @@ class Distance(NamedTuple):
     bound: float  # how many standard errors chance explains
     words: str  # what an error says
     visible: float = 0.0  # the smallest bias that would have been found
-    on_average: bool = False  # where few samples reach an element, of all such elements of an array together
+    # Whether `visible` is no bias of a single element, but of all elements of an array together that few samples reach.
+    on_average: bool = False
 
 
 class _Leaf(NamedTuple):

@@ -302,7 +302,7 @@ def require_tape(what: str, tape: Any) -> None:
 
 
 def _trace_at(key: jax.Array) -> Any:
-    """The trace into which an operation brings the key; that of `jax.grad` leaves it where it is."""
+    """JAX's trace of an operation on the key at this place: a new one in `jax.jit`, but not in `jax.grad`."""
     there = jax.random.key_data(key) if is_key(key) else key  # tangents of a tape have other arrays
     return getattr(there, "_trace", None)
 

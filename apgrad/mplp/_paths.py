@@ -38,7 +38,7 @@ NOTHING: Fact = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
-# In the fact of what a value and its port cannot have alike: what compares ports, and arrays made as wide as a message.
+# In the fact of what is not the same for a value and for its port: what compares ports, or is made of a port's shape.
 UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
@@ -112,7 +112,7 @@ class Walk:
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 
     def of_constant(self, value: Any) -> Fact:
-        """Of an array as wide as a message, or a number made of a port's shape, with the size in it or its square."""
+        """UNLIKE for an array as wide as a message, and for a number that has the size in it, or in its square."""
         shape, dtype = np.shape(value), jnp.result_type(value)
         known = math.prod(shape) == 1 and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
         number = float(np.abs(np.asarray(value)).reshape(())) if known else 0.0
@@ -198,7 +198,7 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
 
 
 def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
-    """Whether a function of one array is linear, or linear and a constant, and not elementwise, as a reversal is."""
+    """Whether a function of one array is linear up to a constant, and not elementwise. A reversal is an example."""
     program, start, moving = trace(function, x)[0], frozenset({(WIRED, "")}), set[str]()
 
     def through(eqn, facts):
@@ -222,7 +222,7 @@ def _unlike(some, others):
 
 
 def _made(eqn, facts, together, lost):
-    """The fact of what an equation makes; the components of messages may be `lost` among other numbers there."""
+    """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers."""
     name = eqn.primitive.name
     if not together or name in NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING

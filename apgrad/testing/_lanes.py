@@ -26,7 +26,8 @@ def assert_independent_lanes(
       rtol: how far costs may move by rounding, relative to the largest.
 
     Raises:
-      AssertionError: naming a lane whose cost moved, or for costs that are not finite, or if no lane's own cost moved.
+      AssertionError: naming a lane whose cost moved with other lanes' samples, or for costs that are not finite, or if
+        no cost moved with its own lane's samples, so that nothing was tested.
       ValueError: for fewer than 4 lanes.
 
     Example:
