@@ -89,7 +89,7 @@ class Config:
     def __init_subclass__(cls, **checks: Any):
         """A class names options whose numbers have a `least`, are a `multiple`, or are `among` what is known."""
         dataclasses.dataclass(frozen=True)(cls)
-        cls.checks = {**cls.checks, **checks}
+        cls.checks = cls.checks | {kind: cls.checks.get(kind, {}) | of for kind, of in checks.items()}
 
     def __post_init__(self):
         """Refuses options that are not what the class has said; of a tuple, which has one at least, each is checked."""
