@@ -105,6 +105,8 @@ class SlotMaker:
         self.samplers: dict[Any, Any] = {}
         self.shared: dict[Any, dict[int, int]] = {}
         self.exact: dict[Any, int] = {}
+        self.sizes: dict[Any, float] = {}  # the bytes of a variable that is kept exactly
+        self.cheapest: dict[Any, tuple[float, list[Any]]] = {}
         self.largest = max((array_bytes(v.aval) for v in own if self.is_large(v)), default=0)
         made = (v for eqn in self.eqns for v in eqn.outvars)
         self.stays = None if stays is None else {v for i, v in enumerate(made) if i in stays}
@@ -173,11 +175,15 @@ class SlotMaker:
 
     def _leaves(self, var: Any) -> tuple[float, list[Any]]:
         """The cheapest set of arrays to remember exactly, to compute a variable again from: (bytes, variables)."""
+        if var in self.cheapest:
+            return self.cheapest[var]
         seen: dict[Any, tuple[float, list[Any]]] = {}
         visited = 0
 
         def bytes_of(v):
-            return kept_bytes(self._how(v), None, v.aval)
+            if v not in self.sizes:
+                self.sizes[v] = kept_bytes(self._how(v), None, v.aval)
+            return self.sizes[v]
 
         def visit(v):
             nonlocal visited
@@ -194,7 +200,8 @@ class SlotMaker:
             seen[v] = best
             return best
 
-        return visit(var)
+        self.cheapest[var] = visit(var)
+        return self.cheapest[var]
 
     def _exact(self, var: Any) -> int:
         if var not in self.exact:
