@@ -41,14 +41,14 @@ class Rounding:
             return (x,)
         places, finite, grid, word = self._on_grid(x)
         rounded = jnp.minimum(places + uniform(key, places.shape, places.dtype), grid.top)
-        codes = jnp.where(finite, rounded, float(self.most)).astype(jnp.int32)
+        codes = jnp.where(finite, rounded, float(self.most)).astype(jnp.int32).astype(jnp.uint8)
         return packed(codes, self.bits), word
 
     def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """Offset plus code times scale; the last point of the grid is cut to what is finite."""
         if self.bits == 32:
             return memory[0]
-        codes = unpacked(memory[0], self.bits).astype(jnp.int32).astype(wide(like.dtype))
+        codes = unpacked(memory[0], self.bits).astype(wide(like.dtype))
         grid, limit = self._grid(memory[1], codes.shape), float(jnp.finfo(like.dtype).max) / 4
         values = 4 * jnp.clip(grid.low + codes * grid.scale, -limit, limit)
         return from_rows(jnp.where(codes > grid.top, jnp.nan, values), like)
@@ -125,21 +125,16 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes, (rows, entries), eight in one integer of 8, 16 or 32 bits; of 8 bits, one in a byte."""
-    if bits == 8:
-        return codes.astype(jnp.uint8)
-    places = np.arange(0, 8 * bits, bits, dtype=f"uint{8 * bits}")
+    """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
+    parts = codes.reshape(len(codes), 8 // bits, -1)
     # No two have a bit in common. A sum, since XLA repeats no reduction where its result is taken apart again.
-    return jnp.sum(codes.astype(places.dtype).reshape(len(codes), -1, 8) << places, axis=2, dtype=places.dtype)
+    return jnp.sum(parts << np.arange(0, 8, bits, dtype=np.uint8)[:, None], axis=1, dtype=jnp.uint8)
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
-    if bits == 8:
-        return packed
-    places = np.arange(0, 8 * bits, bits, dtype=packed.dtype)
-    # Integers that stand beside each other, so that XLA's code for a CPU is fast.
-    codes = packed[:, :, None] >> places & packed.dtype.type(2**bits - 1)
-    return codes.reshape(len(packed), -1)
+    # Part by part: in one operation of all, with an array of shifts, XLA's code for a loop on a CPU is slow.
+    parts = [packed, *(packed >> np.uint8(i) for i in range(bits, 8, bits))]
+    return jnp.concatenate(parts, axis=1) & np.uint8(2**bits - 1)
 
 
 def as_rows(x: jax.Array, group: int) -> jax.Array:
