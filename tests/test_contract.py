@@ -614,6 +614,17 @@ def test_programs_without_a_message_may_hold_anything():
         jax.eval_shape(READERS[name](loss), W)
 
 
+@read
+@pytest.mark.quick
+def test_modules_that_write_back_what_was_there_are_read(reader):
+    """As `nnx.jit` and `nnx.remat` do; one that changes itself is refused below."""
+    plain = lambda model: jnp.sum(jnp.tan(model(jnp.ones((4, 3)))) ** 2)
+    losses = nnx.jit(plain), nnx.remat(plain)
+    both = jax.jit(lambda model: [(reader(loss)(model), jax.grad(loss)(model)) for loss in losses])
+    for found, truth in both(nnx.Linear(3, 3, rngs=nnx.Rngs(0))):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, truth)
+
+
 def referred(w):
     ref = jax.new_ref(jnp.zeros_like(w))
     ref[...] = jnp.sin(w @ w.T) @ w

@@ -14,7 +14,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
-from tests.memory.unbiased import KEY, assert_unbiased, normal
+from tests.memory.unbiased import KEY, Own, assert_unbiased, normal
 
 R = ap.memory
 
@@ -217,19 +217,11 @@ def test_a_sampler_of_ones_own_is_used_everywhere_unless_it_keeps_a_fraction():
     loss = lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
 
     @dataclasses.dataclass(frozen=True)
-    class Whole:
-        def keep(self, key, x, axis=-1):
-            return x
-
-        def restore(self, key, memory, like, axis=-1):
-            return memory
-
-    @dataclasses.dataclass(frozen=True)
-    class Fraction(Whole):
+    class Fraction(Own):
         fraction: float = 1.0
 
     w, x = 0.1 * normal(1, 32, 32), normal(2, 64, 32)
-    both = [functools.partial(ap.randomize(loss, sampler, min_size=0), KEY) for sampler in (Whole(), Fraction())]
+    both = [functools.partial(ap.randomize(loss, sampler, min_size=0), KEY) for sampler in (Own(), Fraction())]
     exact, whole, some = jax.jit(lambda: [jax.grad(f)(w, x) for f in (loss, *both)])()
     np.testing.assert_allclose(whole, exact, rtol=1e-5, atol=1e-5)
     assert np.abs(some - exact).max() > 1e-3

@@ -1,19 +1,16 @@
 """What cannot be randomized rightly is refused: backward passes that are not linear. Keys of both kinds are taken."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental.ode import odeint
 
 import apgrad as ap
-from tests.memory.unbiased import KEY, normal
+from tests.memory.unbiased import KEY, Own, normal
 from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
@@ -31,8 +28,8 @@ def rule(backward):
     return function
 
 
-def looped(x, m):
-    return jax.lax.scan(lambda c, _: (c * m, None), m, length=2)[0]
+def loss(backward):
+    return lambda w, x: jnp.sum(rule(backward)(x @ w) @ w)
 
 
 NOT_LINEAR = {
@@ -44,7 +41,14 @@ NOT_LINEAR = {
     "relu": lambda x, m: jax.nn.relu(m),
     "square": lambda x, m: m * m,
     "integers": lambda x, m: m.astype(jnp.int32).astype(m.dtype),
-    "scan": looped,
+    "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * m, None), m, length=2)[0],
+}
+clipped = rule(NOT_LINEAR["clip"])
+around = jax.custom_jvp(clipped)
+around.defjvp(lambda primals, tangents: jax.jvp(clipped, primals, tangents))
+REFUSED = {name: loss(backward) for name, backward in NOT_LINEAR.items()} | {
+    "without a message": lambda w, x: jnp.sum(rule(lambda x, m: jnp.cos(x))(x @ w)),  # no other meets the constant one
+    "within a custom_jvp function": lambda w, x: jnp.sum(around(x @ w) @ w),
 }
 LINEAR = {
     "scaled": lambda x, m: jnp.cos(x) * m,
@@ -62,30 +66,11 @@ def gradient_shape(function, *args, **options):
     return jax.eval_shape(jax.grad(random, argnums=1), KEY, *args).shape
 
 
-def loss(backward):
-    return lambda w, x: jnp.sum(rule(backward)(x @ w) @ w)
-
-
-@pytest.mark.parametrize("name", NOT_LINEAR)
-def test_a_backward_pass_that_is_not_linear_is_refused(name):
-    function = loss(NOT_LINEAR[name])
+@pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
+def test_a_backward_pass_that_is_not_linear_is_refused(function):
     refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
     traced = ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())
     refused(TypeError, "not linear in the message", traced, W)
-
-
-def test_a_backward_pass_that_leaves_out_the_message_is_refused():
-    function = lambda w, x: jnp.sum(rule(lambda x, m: jnp.cos(x))(x @ w))  # no other message meets the constant one
-    refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
-
-
-def test_a_rule_within_a_custom_jvp_function_is_found():
-    inner = rule(NOT_LINEAR["clip"])
-    outer = jax.custom_jvp(inner)
-    outer.defjvp(lambda primals, tangents: jax.jvp(inner, primals, tangents))
-    function = lambda w, x: jnp.sum(outer(x @ w) @ w)
-    refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
-    refused(TypeError, "not linear in the message", ap.semiring_grad(function, ap.tracing.ordinary()), W, X)
 
 
 def test_linear_ones_are_not():
@@ -128,24 +113,12 @@ def test_a_number_is_a_message():
     assert jax.vjp(halve, 3.0)[1](1.0) == (0.5,)
 
 
-class WithoutAxis:
-    def keep(self, key, x):
-        return x
-
-    def restore(self, key, memory, like, axis=-1):
-        return memory
-
-
 FOUR = R.rounding(4)
 BUDGET = {"sampler": None, "budget_bytes": 9}
 WRONG = {
     "not hashable": ({"sampler": SimpleNamespace(keep=FOUR.keep, restore=FOUR.restore)}, TypeError, "not hashable"),
-    "half": (
-        {"sampler": SimpleNamespace(keep=1)},
-        TypeError,
-        r"keep and restore, .*got .*keep=1.*, without restore$",
-    ),
-    "no axis": ({"sampler": WithoutAxis()}, TypeError, r"keep of sampler is called with \(key, x, axis\)"),
+    "half": ({"sampler": SimpleNamespace(keep=1)}, TypeError, "keep and restore, .*got .*keep=1.*, without restore$"),
+    "no axis": ({"sampler": Own(lambda key, x: x)}, TypeError, r"keep of sampler is called with \(key, x, axis\)"),
     "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
     "a class": ({"sampler": type(FOUR)}, TypeError, "sampler is Rounding itself: call it"),
     "a number": ({"sampler": 4}, TypeError, "sampler has keep and restore"),
@@ -169,20 +142,6 @@ def test_wrong_options_are_named(options, error, words):
     refused(error, words, gradient_shape, loss(LINEAR["scaled"]), W, X, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """A sampler that keeps an array as it is, and restores it wrongly."""
-
-    how: str
-    shared: bool = False
-
-    def keep(self, key, x, axis=-1):
-        return x
-
-    def restore(self, key, memory, like, axis=-1):
-        return memory.astype("float16") if self.how == "dtype" else memory[:1]
-
-
 def standing(where, sampler):
     """A function, its two arguments and options of `ap.randomize`, by which a sampler stands there."""
     function, args = loss(LINEAR["scaled"]), (W, X)
@@ -195,62 +154,54 @@ def standing(where, sampler):
     return function, *args, {"sampler": sampler}
 
 
-@pytest.mark.parametrize("how, got", [("dtype", r"float16\["), ("shape", r"float32\[1,")])
+OTHER_FORMS = {r"float16\[": lambda memory: memory.astype("float16"), r"float32\[1,": lambda memory: memory[:1]}
+
+
+@pytest.mark.parametrize("got", OTHER_FORMS)
 @pytest.mark.parametrize("where", ["a product", "shared", "a block", "an image"])
-def test_an_estimate_of_another_form_names_its_sampler(how, got, where):
-    function, *args, options = standing(where, Restored(how, where == "shared"))
-    words = rf"restore of the sampler Restored\(how='{how}'.* `like`, float32\[.* got {got}"
+def test_an_estimate_of_another_form_names_its_sampler(got, where):
+    wrong = Own(restore=lambda key, memory, like, axis=-1: OTHER_FORMS[got](memory), shared=where == "shared")
+    function, *args, options = standing(where, wrong)
+    words = rf"restore of the sampler Own\(.* `like`, float32\[.* got {got}"
     refused(ValueError, words, gradient_shape, function, *args, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
+def kept(memory, shared=False, first=lambda memory: jax.tree.leaves(memory)[0]):
     """A sampler whose memory, of every second entry, has a form of the caller's."""
-
-    memory: Any
-    shared: bool = False
-
-    def keep(self, key, x, axis=-1):
-        return self.memory(jnp.take(x, jnp.arange(0, x.shape[axis], 2), axis))
-
-    def restore(self, key, memory, like, axis=-1):
-        return jnp.zeros(like.shape, like.dtype).at[..., ::2].set(jax.tree.leaves(memory)[0])
+    keep = lambda key, x, axis=-1: memory(jnp.take(x, jnp.arange(0, x.shape[axis], 2), axis))
+    zeros = lambda like: jnp.zeros(like.shape, like.dtype)
+    return Own(keep, lambda key, memory, like, axis=-1: zeros(like).at[..., ::2].set(first(memory)), shared)
 
 
 @pytest.mark.parametrize("where", ["a product", "a block", "an image"])
 def test_a_memory_that_is_no_array_names_its_sampler(where):
-    function, *args, options = standing(where, Kept(lambda kept: (kept, "half")))
-    words = r"keep of the sampler Kept\(.* is to return a pytree of arrays, got 'half'"
+    function, *args, options = standing(where, kept(lambda half: (half, "half")))
+    words = r"keep of the sampler Own\(.* is to return a pytree of arrays, got 'half'"
     refused(TypeError, words, gradient_shape, function, *args, **options)
 
 
 NOT_FIRST = {
-    "dict": lambda kept: {"kept": kept},
-    "nested": lambda kept: ((kept,), kept[:1]),
-    "nothing": lambda kept: (),
-    "rows": lambda kept: kept[:1],
-    "flat": lambda kept: (kept.reshape(-1), kept[:1]),
+    "dict": lambda half: {"kept": half},
+    "nested": lambda half: ((half,), half[:1]),
+    "nothing": lambda half: (),
+    "rows": lambda half: half[:1],
+    "flat": lambda half: (half.reshape(-1), half[:1]),
 }
 
 
 @pytest.mark.parametrize("name", NOT_FIRST)
 def test_a_shared_memory_that_begins_with_no_array_names_its_sampler(name):
     function = lambda w, x: jnp.sum(jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=2)[0])
-    words = r"memory of the sampler Kept\(.*shared=True\) is to be, or to begin with, an array .*float32\[16, \.\.\.\]"
-    refused(TypeError, words, gradient_shape, function, W, X, sampler=Kept(NOT_FIRST[name], shared=True))
-    gradient_shape(function, W, X, sampler=Kept(NOT_FIRST["dict"]))
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptFirst(Kept):
-    def restore(self, key, memory, like, axis=-1):
-        return jnp.zeros(like.shape, like.dtype).at[..., ::2].set(memory[0])
+    words = r"memory of the sampler Own\(.*shared=True\) is to be, or to begin with, an array .*float32\[16, \.\.\.\]"
+    refused(TypeError, words, gradient_shape, function, W, X, sampler=kept(NOT_FIRST[name], shared=True))
+    gradient_shape(function, W, X, sampler=kept(NOT_FIRST["dict"]))
 
 
 def test_a_shared_memory_may_be_a_sequence():
     function = lambda w, x: jnp.sum(jnp.sin(x) @ w * jnp.arange(8.0))
-    forms = (lambda kept: (kept,)), (lambda kept: [kept]), (lambda kept: [kept, jnp.ones(1)])
-    samplers = [Kept(lambda kept: kept), *(KeptFirst(form, shared) for form in forms for shared in (False, True))]
+    forms = (lambda half: (half,)), (lambda half: [half]), (lambda half: [half, jnp.ones(1)])
+    first = lambda memory: memory[0]
+    samplers = [kept(lambda half: half), *(kept(form, shared, first) for form in forms for shared in (False, True))]
     gradients = [jax.grad(ap.randomize(function, s, min_size=0), 1)(KEY, W, X) for s in samplers]
     np.testing.assert_allclose(gradients[1:], gradients[:1] * 6, rtol=1e-5)
 
@@ -307,12 +258,3 @@ def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
     loss = lambda x: jnp.sum(mapped(jnp.sin(x)))
     exact = ap.randomize(loss, R.rounding(32), min_size=0)
     np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(exact, 1)(KEY, x), jax.grad(loss)(x)))(X), rtol=1e-5)
-
-
-def test_transformations_of_nnx_write_back_what_was_there():
-    linear, x = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.ones((4, 3))
-    for transform in (nnx.jit, nnx.remat):
-        call = transform(lambda linear, x: jnp.sum(linear(x) ** 2))
-        random = ap.randomize(call, R.rounding(32), min_size=0)
-        got, expected = jax.grad(random, argnums=1)(KEY, linear, x), jax.grad(call)(linear, x)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)

@@ -1,6 +1,5 @@
 """What `ap.testing` finds: a bias, lanes that act on each other, and certificates, which right gradients get."""
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -18,6 +17,7 @@ import pytest
 import apgrad as ap
 from apgrad._ground import bias
 from apgrad.testing._certify import _unbiased
+from tests.memory.unbiased import Own
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -410,23 +410,14 @@ def test_what_does_not_depend_on_its_key_is_certified_as_exact_only():
     not_certified("FAIL  variance", noisy, jnp.square, jnp.array(0.1), num_estimates=300, max_variance=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Coin:
-    """A sampler that is wrong: what it keeps is not divided by the probability."""
-
-    def keep(self, key, x, axis=-1):
-        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
-
-    def restore(self, key, memory, like, axis=-1):
-        return memory
-
-
 @pytest.mark.filterwarnings("ignore:nothing is sampled")
 @pytest.mark.parametrize("min_size, words", [(512, "FAIL  keys        the same"), (0, "FAIL  bias        biased")])
 def test_a_wrong_sampler_is_not_certified_whether_it_is_called_or_not(min_size, words):
+    """What it keeps is not divided by the probability."""
+    coin = Own(keep=lambda key, x, axis=-1: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0))
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     w, x = 0.3 * jax.random.normal(jax.random.key(0), (6, 4)), jax.random.normal(jax.random.key(1), (20, 6))
-    gradient = jax.grad(ap.randomize(loss, Coin(), min_size=min_size), argnums=1)
+    gradient = jax.grad(ap.randomize(loss, coin, min_size=min_size), argnums=1)
     not_certified(words, gradient, loss, w, x, num_estimates=400)
 
 

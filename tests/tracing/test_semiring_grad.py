@@ -163,17 +163,6 @@ def test_of_a_randomized_function_the_original_is_traced():
     refused(TypeError, "one floating-point scalar", heaviest(mapped, argnums=1), jax.random.split(KEY, 2), w, x)
 
 
-def test_a_module_that_only_writes_back_what_was_there_is_traced():
-    """As `nnx.remat` and `nnx.jit` do; one that changes itself is refused, see test_contract.py."""
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    loss = lambda call: lambda model, x, power: jnp.sum(call(model, x) ** (2 if power > 1 else 1))
-    plain, *others = (loss(transform(lambda model, x: model(x))) for transform in (lambda f: f, nnx.remat, nnx.jit))
-    trace = ap.trace_gradients(plain)(model, numbers(4, 3), 2)
-    for other in others:
-        heaviest = ap.semiring_grad(other, ap.tracing.max_product())(model, numbers(4, 3), 2)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), heaviest, trace.weights)
-
-
 semiring = functools.partial(ap.tracing.Semiring, "yours", zero=(0.0,), one=(1.0,))
 NO_SEMIRINGS = [
     (ap.tracing.max_product, TypeError, "got function. Call it"),
