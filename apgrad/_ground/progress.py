@@ -1,11 +1,10 @@
-"""A progress bar of tqdm's, which comes with the extra `meta`."""
+"""A progress bar of tqdm's, which comes with NumPyro."""
 
 from typing import Any
 
+import tqdm
 
-def progress_bar(what: str, steps: int, begun: int = 0) -> Any:
-    try:
-        import tqdm
-    except ImportError as error:
-        raise ImportError('progress needs tqdm: pip install "apgrad[meta]", or give progress=False') from error
-    return tqdm.tqdm(total=steps, initial=begun, unit="step", desc=what)
+
+def progress_bar(what: str, steps: int, begun: int = 0, *, shown: bool = True) -> Any:
+    """The bar; one that is not shown has the same methods, which do nothing."""
+    return tqdm.tqdm(total=steps, initial=begun, unit="step", desc=what, disable=not shown)

@@ -165,15 +165,14 @@ def compare(
     keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
     compiled, refused, samples, seconds = {}, {}, {}, {}
     steps = len(objectives) * (1 + rounds)
-    with _progress_bar("comparing", steps) if progress else contextlib.nullcontext() as bar:
+    with _progress_bar("comparing", steps, shown=progress) as bar:
         for name, objective in objectives.items():
             try:
                 with _doing(bar, "compiling", name):
                     compiled[name] = _compile(objective, argnums, keys[name][0], args)
             except (TypeError, ValueError) as error:
                 refused[name] = f"{type(error).__name__}: {error}"
-                if bar is not None:
-                    bar.update(rounds)
+                bar.update(rounds)
         if not compiled or reference in refused:
             raise ValueError(f"compare has {'no reference' if compiled else 'nothing'} to go by, refused are {refused}")
         for r in range(rounds):
@@ -272,16 +271,14 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def _doing(bar, what, name):
-    if bar is not None:
-        bar.set_postfix_str(f"{what} {name}")
+    bar.set_postfix_str(f"{what} {name}")
     try:
         yield
     except Exception as error:
         error.add_note(f"This is of the objective {name!r} of ap.diagnostics.compare.")
         raise
     finally:
-        if bar is not None:
-            bar.update()
+        bar.update()
 
 
 def _compile(objective, argnums, keys, args):

@@ -33,10 +33,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """
 
     def __init__(self, folder: str | Path):
-        try:
-            import orbax.checkpoint as ocp
-        except ImportError as error:
-            raise ImportError('checkpoints need orbax: pip install "apgrad[meta]"') from error
+        import orbax.checkpoint as ocp  # it comes with Flax, and takes most of a second
+
         self._args, self._folder = ocp.args, Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         handler = ocp.StandardCheckpointHandler()

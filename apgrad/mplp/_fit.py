@@ -1,6 +1,5 @@
 """Training a Flax model by a rule, from minibatches to the trained model."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -65,7 +64,7 @@ def fit(
       measure: `(prediction, y) -> number`, the measure of the held-out batch; the mean loss if not given.
       every: updates from one measure, and one look at the losses, to the next.
       names: see `from_nnx`; if not given, what a pretrained rule's card says ("role" if nothing), else "number".
-      progress: whether to show a tqdm bar, which comes with the extra `meta`.
+      progress: whether to show a tqdm bar.
 
     Raises:
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
@@ -136,13 +135,12 @@ def fit(
             if not np.isfinite(curve[len(losses)]):
                 raise FloatingPointError(f"the held-out measure after {len(losses)} updates is {curve[len(losses)]}")
 
-    with progress_bar("training", steps) if progress else contextlib.nullcontext() as bar:
+    with progress_bar("training", steps, shown=progress) as bar:
         look()
         for batch in itertools.chain([first], batches):
             params, state, value = step(made, params, state, batch)
             losses.append(value)
-            if bar is not None:
-                bar.update()
+            bar.update()
             if len(losses) % every == 0 or len(losses) == steps:
                 look()
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(params))):
