@@ -157,21 +157,19 @@ class Rewired:
         return self._plan(args)[1].offered
 
     def _require_each_taken(self, planner: Planner, args: Sequence[Any]) -> None:
-        _require_taken(self.rule, planner.offered, planner.taken)
         members = _members(self.rule)
         planned = lambda where: dataclasses.replace(self, rule=self.rule._replace(where=where))._plan(args)[1].offered
         for i, member in enumerate(members):
+            what = "the rule" if len(members) == 1 else f"rule {i} of first_of (counted from 0)"
             if any(map(member.where, planner.offered)):
+                _require_taken(what, member, planner.offered)
                 continue
-            everything, up_to = planned(lambda site: False), members[: i + 1]
-            where = f"rule {i} of first_of (counted from 0)"
-            try:
-                _require_taken(member, everything, list(filter(member.where, everything)))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+            # What is inside of a site that another rule takes was not offered.
+            _require_taken(what, member, planned(lambda site: False))
+            up_to = members[: i + 1]
             if any(map(member.where, planned(lambda site, up_to=up_to: any(r.where(site) for r in up_to)))):
                 raise ValueError(
-                    f"{where} takes no site: the sites around its own are offered before them, and later rules take "
+                    f"{what} takes no site: the sites around its own are offered before them, and later rules take "
                     f"these: {planner.taken}. Let the later rules take other sites (where=)."
                 )
 
@@ -221,22 +219,22 @@ def _warn_idle(rule: Rule, planner: Planner) -> None:
             )
 
 
-def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[ProgramSite]) -> None:
-    unknown = [name for m in _members(rule) for name in getattr(m.where, "unknown", lambda sites: [])(offered)]
-    if unknown:
+def _require_taken(what: str, rule: Rule, offered: Sequence[ProgramSite]) -> None:
+    """Refuses a rule, `what` in the error, that takes none of these sites, or none by a name that it was given."""
+    if unknown := getattr(rule.where, "unknown", lambda sites: [])(offered):
         names = {part for site in offered for part in site.name.rpartition("[")[0].split("/")}
         raise ValueError(
-            f"the rule takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
+            f"{what} takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
             "A name is a site's label; for a rule of layers also a scope around them, which an NNX model has by "
             "ap.tracing.name_modules(model). rewired.sites(*args) lists all."
         )
-    if not taken:
+    if not any(map(rule.where, offered)):
         names = " or ".join(map(repr, getattr(rule.where, "names", ())))
         hint = "Is the right argument named by argnums, and are the weights arguments of the function?"
         if names:
             hint = f"It takes {names} or what where= names, a primitive or jitted function; (v > 0).astype is no site."
         sites = ", ".join(map(repr, offered)) or "none"
-        wrong = "the rule takes no site of the function, so nothing would be rewired"
+        wrong = f"{what} takes no site of the function, so nothing would be rewired"
         raise ValueError(f"{wrong}. The sites are {sites}. {hint}")
 
 

@@ -461,6 +461,9 @@ def test_a_rule_among_several_that_takes_nothing_is_named():
     inside = r.clip_messages(1.0, where=lambda site: site.label == "exp")
     assert init(lambda w, x: jax.nn.softplus(x @ w), r.clip_messages(1.0, where="softplus"), inside) == {}
     assert init(scoped, around, spikes) == init(scoped, layers, spikes, layers, r.clip_messages(2.0)) == {}
+    assert init(scoped, around, r.surrogate_gradient(where="heaviside")) == {}  # by a name, too
+    misspelt = r.surrogate_gradient(where="heavyside")
+    refused(ValueError, "rule 1 of first_of .* 'heavyside'; did you mean 'heaviside'", init, scoped, around, misspelt)
 
 
 SMALL = [0.7 * w for w in WS]
