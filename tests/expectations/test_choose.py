@@ -116,7 +116,6 @@ ROWS = {
     "measure_valued, gamma": Row(ap.measure_valued(), "gamma", "refused"),
 }
 FIRST = {row.estimator.name: row for row in reversed(ROWS.values())}  # one row for each estimator
-one_row_each = cases("row", FIRST)
 rows = cases("row", ROWS, long=[name for name, row in ROWS.items() if row not in FIRST.values()])
 
 # Four models: what the choices' parameters and the costs are made of. The first numbers of theta reach both choices.

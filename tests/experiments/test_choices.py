@@ -27,7 +27,6 @@ def test_the_estimators_have_their_exact_variances(problem):
         assert abs(found["variance"] - exact) < 4 * found["standard_error"] + 1e-4 * exact + 1e-14, method
 
 
-@pytest.mark.long
 def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is(monkeypatch):
     x = jnp.array([[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
     logits, prior = jnp.array([0.3, -1.2]), jnp.array([-0.4, 0.5])

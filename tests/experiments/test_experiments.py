@@ -53,7 +53,6 @@ def stored(folder):
 
 
 class TestHarness:
-    @pytest.mark.long
     def test_a_killed_run_goes_on_and_ends_the_same(self, toy, run, tmp_path):
         whole = run(toy, folder="whole")
         program, killed = tmp_path / "toy.py", tmp_path / "killed"

@@ -30,7 +30,6 @@ from experiments.parts import influence_balancing, meta_curves, regression
 from tests.refusals import refused
 
 
-@pytest.mark.long
 def test_outer_gradients(run):
     rows = run(outer_gradients, "--rates 0.1 --lengths 5 --estimates 20 --reference 2000")["rows"]
     assert {row["estimator"] for row in rows} == set(outer_gradients.ESTIMATORS)
@@ -101,14 +100,12 @@ def test_a_rule_without_averages_forgets_the_last_update():
     jax.tree.map(np.testing.assert_allclose, step(params, 0.0), step(params, 1e-6))
 
 
-@pytest.mark.long
 def test_a_prior_and_rule_that_are_trained_together_have_fitted_standardizers():
     _, _, theta = mplp_maml.outer_gradient(mplp_maml.PAPER, "MPLP", 0)
     scales = [np.asarray(s.scale[...]) for s in theta.learner.standardizers.values()]
     assert all(np.all(scale > 0) for scale in scales) and any(np.any(scale != 1) for scale in scales)
 
 
-@pytest.mark.long
 def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standardizers():
     task = mplp_from_random.task_of("sinusoid")
     dense = [f"{i}_dense/{part}" for i in (0, 2, 4) for part in ("bias", "weight")]
@@ -126,7 +123,6 @@ WEIGHED = {"published": 0.7 * 10 + 0.3 * 5 * 10, "weight": 0.3 * 10 + 0.7 * 5 * 
 WEIGHED |= {"data": 0.7 * 10 + 0.3 * 64, "held-out": 0.3 * 10 + 0.7 * 64}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("objective", "expected"), WEIGHED.items())
 def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(objective, expected):
     # Losses are numbers of points here: a minibatch has 10, the published held-out data are five minibatches.
@@ -203,7 +199,6 @@ def test_trainings_side_by_side_are_each_alone(tmp_path):
     np.testing.assert_array_equal(losses, same)
 
 
-@pytest.mark.long
 @pytest.mark.skipif("APGRAD_DATA" not in os.environ, reason="APGRAD_DATA, the folder with mnist.npz, is not set")
 def test_objectives_side_by_side_are_each_alone():
     """The weight and the number of held-out images, as numbers, give the outer gradient of `mplp_from_random`."""
@@ -230,7 +225,6 @@ def test_the_rule_of_section_5_1_sees_prediction_and_target_alone():
     assert not any("rate" in jax.tree_util.keystr(path) for path, _ in trained)
 
 
-@pytest.mark.long
 def test_the_penalty_is_that_of_algorithm_2():
     task = meta.sinusoid(sizes=(1, 4, 1), activation=jnp.tanh, batch=5, amplitude=(1.0, 1.0))
     learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)

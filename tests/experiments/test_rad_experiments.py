@@ -48,7 +48,6 @@ def test_starts_and_pixels_are_those_of_the_papers_code():
     np.testing.assert_allclose(np.ravel(rad_networks.standardized(images)), [-0.42421, 2.82149], rtol=1e-5)
 
 
-@pytest.mark.long
 def test_noise(run):
     results = run(rad_noise, "--data digits --training-steps 0 --draws 30 --batch 32 --smaller 8")
     found = {(row["method"], row["batch"], row["layer"]): row for row in results["rows"]}
@@ -61,7 +60,6 @@ def test_noise(run):
         assert abs(small["squared_error"] - 4 * large["squared_error"]) < 4 * error
 
 
-@pytest.mark.long
 def test_training_searches_and_says_what_data_it_had(run, tmp_path, monkeypatch):
     """The chosen pair is the finalist that validates best, and runs have it; digits are said to be no MNIST."""
     monkeypatch.delenv("APGRAD_DATA", raising=False)
@@ -79,7 +77,6 @@ def test_training_searches_and_says_what_data_it_had(run, tmp_path, monkeypatch)
     assert reduced["residual_bytes"] <= different["residual_bytes"] < reduced["residual_bytes"] + 1.01 * each
 
 
-@pytest.mark.long
 def test_pde(run, tmp_path):
     options = "--time 0.0078125 --fractions 1.0 0.1 --iterations 2"
     whole = run(rad_pde, options)
@@ -129,7 +126,6 @@ def test_pde_is_the_equation():
         np.testing.assert_allclose(found[1], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max())
 
 
-@pytest.mark.long
 def test_a_killed_pde_cell_goes_on(run, tmp_path, monkeypatch):
     """Killed within a cell, it ends with the figures of a run that was not."""
     options, saves = "--time 0.001953125 --fractions 0.1 --iterations 50 --draws 2", []
@@ -172,7 +168,6 @@ def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():
     assert found.rows[0]["MB_plan"] == 2 and found.rows[0]["step_plan"] == 1
 
 
-@pytest.mark.long
 def test_methods_train_alike_in_processes_of_their_own(run):
     options = "--blocks 2 --width 8 --batch 2 --length 16 --steps 2 --limit 600000"
     found = {row["method"]: row for row in run(accelerator, options)["rows"]}
@@ -257,7 +252,6 @@ def test_the_backward_pass_of_squares_is_the_sum_over_entries_of_the_input():
     np.testing.assert_allclose(found, jnp.sum(jnp.sum(jacobian**2, (0, 1, 2, 3)) * v**2), rtol=1e-4)
 
 
-@pytest.mark.long
 def test_predictions_hold_and_dense_layers_lose(run):
     rows = run(rad_prediction, "--networks mlp rows --batch 40 --training-steps 5 --draws 60")["rows"]
     assert len(rows) == 14

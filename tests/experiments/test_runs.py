@@ -171,7 +171,6 @@ def untrained(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
     return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", RUNS, ids=lambda case: case.experiment.split(".")[-1])
 def test_a_tiny_run_of_each_experiment(case, run, monkeypatch):
     experiment = module(case.experiment)

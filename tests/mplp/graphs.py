@@ -32,10 +32,6 @@ def close(found, expected, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, expected)
 
 
-def half_l2(p, y):
-    return jnp.sum((y - p) ** 2, -1) / 2
-
-
 def xent(p, y):
     return -jnp.sum(y * jnp.log(p), -1)
 
@@ -66,7 +62,7 @@ class Plain:
     wire = staticmethod(lambda f, *s: f(*s))
     fork = staticmethod(lambda s, n, aggregate: (s,) * n)
     embedding = staticmethod(lambda at, tokens, table: table[tokens])
-    squared_error = staticmethod(lambda at, p, y: half_l2(p, y))
+    squared_error = staticmethod(lambda at, p, y: jnp.sum((y - p) ** 2, -1) / 2)
     absolute_error = staticmethod(lambda at, p, y: jnp.sum(jnp.abs(p - y), -1))
     cross_entropy = staticmethod(lambda at, p, y: xent(p, y))
     softmax_cross_entropy = staticmethod(lambda at, p, y: xent(jax.nn.softmax(p), y))

@@ -21,21 +21,21 @@ from tests.refusals import refused
 SMALL = {"message_size": 2, "hidden": 3, "layers": (6, 5)}
 
 
-def per_synapse(sites, seed=0, **options):
-    return mplp.PerSynapse(sites, rngs=nnx.Rngs(seed), **{**SMALL, **options})
+def per_synapse(sites, **options):
+    return mplp.PerSynapse(sites, rngs=nnx.Rngs(0), **{**SMALL, **options})
 
 
-def thesis(sites, seed=0, **options):
-    return mplp.Thesis(sites, message_size=2, hidden=6, rngs=nnx.Rngs(seed), **options)
+def thesis(sites, **options):
+    return mplp.Thesis(sites, message_size=2, hidden=6, rngs=nnx.Rngs(0), **options)
 
 
-def separable(sites, seed=0, **options):
-    return mplp.Separable(sites, rngs=nnx.Rngs(seed), **{"message_size": 3, "rank": 2, "hidden": 6, **options})
+def separable(sites, **options):
+    return mplp.Separable(sites, rngs=nnx.Rngs(0), **{"message_size": 3, "rank": 2, "hidden": 6, **options})
 
 
-def normalized(sites, seed=0, **options):
+def normalized(sites, **options):
     small = {"message_size": 3, "rank": 2, "hidden": 6, **options}
-    return mplp.Normalized(sites, rngs=nnx.Rngs(seed), **small).for_steps(50)
+    return mplp.Normalized(sites, rngs=nnx.Rngs(0), **small).for_steps(50)
 
 
 RULES = {

@@ -282,11 +282,6 @@ def u(*shape):
     return jnp.asarray(RNG.uniform(0.1, 0.9, size=shape), jnp.float32)
 
 
-def spd():
-    a = r(3, 3)
-    return a @ a.T + 3 * jnp.eye(3)
-
-
 def named(module, names, *args):
     return {name: (getattr(module, name), args) for name in names.split()}
 
