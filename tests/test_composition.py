@@ -12,6 +12,7 @@ import apgrad as ap
 from apgrad import mplp
 from apgrad._programs.jaxprs import all_equations
 from apgrad.mplp.rules import _whitening as whitening
+from tests.expectations.programs import paid
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -119,10 +120,7 @@ def training(key, x):
 
 
 def resampled(lanes):
-    def program(tape, x):
-        tape, x = ap.gaussian_resampling(tape, x)
-        return tape.cost(x[:, 0])
-
+    program = paid(ap.gaussian_resampling, lambda x: x[:, 0])
     return ap.grad(program, lanes), KEY, jnp.ones((lanes, 3))
 
 

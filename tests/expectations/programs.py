@@ -46,6 +46,11 @@ def rollout(estimator, make, tape, theta, start, length, between=lambda x: x):
     return jax.lax.scan(body, (tape, start), length=length)[0]
 
 
+def walk(estimator, make, length, cost=lambda x: x):
+    """A program of so many steps from x = 1, which pays a cost of the last state."""
+    return paid(lambda tape, theta: rollout(estimator, make, tape, theta, jnp.ones(tape.lanes), length), cost)
+
+
 THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
 
 

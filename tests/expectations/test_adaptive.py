@@ -13,7 +13,7 @@ import apgrad as ap
 from apgrad.expectations import _adaptive
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
-from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout
+from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout, walk
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -282,8 +282,8 @@ def scaled(theta, x, deviation=1.0):
 
 def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
     make = functools.partial(scaled, deviation=0.1)
-    draw = lambda tape, theta: rollout(ap.total_propagation(), make, tape, theta, jnp.ones(tape.lanes), 2)
-    program = paid(draw, lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0)
+    cost = lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0
+    program = walk(ap.total_propagation(), make, 2, cost)
     assert np.all(np.isfinite(jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5).moments))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import apgrad as ap
 from apgrad.expectations import diagnostics
-from tests.expectations.programs import paid, rollout
+from tests.expectations.programs import paid, walk
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -350,10 +350,7 @@ def test_variances_of_one_node_have_closed_forms():
 def test_variances_along_a_chain_come_in_the_order_of_the_program():
     theta, s, lanes, length = 0.8, 0.1, 20_000, 4
 
-    def chain(estimator):
-        make = lambda theta, x: dist.Normal(theta * x, s)
-        return paid(lambda tape, theta: rollout(estimator, make, tape, theta, jnp.ones(tape.lanes), length))
-
+    chain = lambda estimator: walk(estimator, lambda theta, x: dist.Normal(theta * x, s), length)
     found = diagnostics.node_variances(chain, lanes, KEY, theta)
     # Node t's pathwise contribution is theta^(T - t) x_(t-1), and x_0 does not vary.
     t = np.arange(1, length + 1)
@@ -388,13 +385,9 @@ def test_variances_come_in_the_order_of_the_program_where_nodes_do_not_depend_on
         np.testing.assert_allclose(deviations, np.arange(1, 10), rtol=0.05)
 
 
-def test_nodes_that_weigh_each_coordinate_have_no_variance_of_their_own():
-    def build(estimator):
-        return paid(lambda tape, theta: ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 1.0), estimator))
-
-    refused(ValueError, "use ap.stochastic", diagnostics.node_variances, build, 10, KEY, 1.0)
-
-
-def test_a_program_without_such_nodes_is_refused():
+def test_a_program_without_nodes_that_are_weighed_as_a_whole_is_refused():
+    normal = lambda tape, theta: dist.Normal(jnp.full(tape.lanes, theta), 1.0)
+    by_coordinate = lambda estimator: paid(lambda tape, theta: ap.sample(tape, normal(tape, theta), estimator))
     pathwise = lambda estimator: one_node(ap.reparameterization())
-    refused(ValueError, "no node weighed", diagnostics.node_variances, pathwise, 10, KEY, 1.0)
+    for words, build in (("use ap.stochastic", by_coordinate), ("no node weighed", pathwise)):
+        refused(ValueError, words, diagnostics.node_variances, build, 10, KEY, 1.0)

@@ -98,10 +98,8 @@ def test_compiled_functions_of_the_tape_within_a_program_that_is_not(estimator):
     step = stepper(estimator)
     outer = jax.jit(lambda tape, theta: step(tape, theta, jnp.zeros(4))[0].cost(theta * jnp.ones(4)))
 
-    def program(tape, theta):
-        tape, x = jax.jit(lambda tape: step(tape, theta, jnp.zeros(4)))(outer(outer(tape, theta), theta))
-        return tape.cost(0 * x)
-
+    inner = jax.jit(lambda tape, theta: step(tape, theta, jnp.zeros(4)))
+    program = paid(lambda tape, theta: inner(outer(outer(tape, theta), theta), theta), lambda x: 0 * x)
     for _ in range(2):
         assert ap.value_and_grad(program, 4)(KEY, 3.0)[0] == 6.0
 
@@ -181,10 +179,7 @@ def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator)
     def step(p, x):
         return dist.Normal(p["w"] * x if p["flag"] else 0 * x, float(range(1, 4)[p["n"]]))
 
-    def program(tape, w):
-        tape, x = step(tape, {"w": w, "flag": True, "n": 0}, jnp.ones(4))
-        return tape.cost(0 * x + w)
-
+    program = paid(lambda tape, w: step(tape, {"w": w, "flag": True, "n": 0}, jnp.ones(4)))
     jax.eval_shape(jax.grad(ap.expectation(program, 4), argnums=1), KEY, 2.0)
 
 
@@ -213,9 +208,7 @@ def test_argnums_are_any_integers():
     assert jax.jit(ap.value_and_grad(program, 4, argnums=[np.int32(2), 1]))(KEY, 3.0, 5.0)[1] == (3, 5)
     refused(TypeError, "argnums must be an integer or a sequence", ap.value_and_grad, program, 4, argnums=1.0)
     refused(ValueError, "names an argument twice", ap.grad, program, 4, argnums=(1, 2, 1))
-    refused(
-        ValueError, r"argnums=3, but the objective got the key and 2", ap.grad(program, 4, argnums=3), KEY, 3.0, 5.0
-    )
+    refused(ValueError, "argnums=3, but the objective got the key and 2", ap.grad(program, 4, argnums=3), KEY, 3.0, 5.0)
     refused(TypeError, r"argument 1\['f'\] is no array but", ap.grad(program, 4), KEY, {"f": jnp.tanh}, 5.0)
     module = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # with a key and a count
     refused(TypeError, r"dtype uint32, which has no gradient.*nnx.split", ap.grad(program, 4), KEY, module, 5.0)

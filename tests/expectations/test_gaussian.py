@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.programs import paid
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -189,10 +190,7 @@ def test_second_derivatives():
     raw = program(ap.reparameterization(), shaping=ap.gaussian_shaping("raw"))
     plain = program(ap.reparameterization())
 
-    def resampled(tape, theta):
-        tape, x = ap.gaussian_resampling(tape, theta * jnp.arange(10.0))
-        return tape.cost(x**2)
-
+    resampled = paid(lambda tape, theta: ap.gaussian_resampling(tape, theta * jnp.arange(10.0)), jnp.square)
     of = lambda program: jax.hessian(ap.expectation(program, 10), argnums=1)(KEY, 1.0)
     twice = lambda: 2 * ap.expectation(resampled, 10)(KEY, 1.0)
     second, expected, *of_resampled = jax.jit(lambda: (of(raw), of(plain), of(resampled), twice()))()

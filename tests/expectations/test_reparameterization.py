@@ -5,7 +5,7 @@ import numpyro.distributions as dist
 
 import apgrad as ap
 from tests.cases import cases
-from tests.expectations.programs import paid, rollout
+from tests.expectations.programs import walk
 
 KEY = jax.random.key(0)
 
@@ -48,7 +48,7 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(wrap, x64):
 
 def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
     make = lambda theta, x: dist.Normal(jnp.tanh(theta * x), 0.1)
-    draw = lambda tape, theta: rollout(ap.reparameterization(), make, tape, theta, jnp.ones(tape.lanes), 5)
+    program = walk(ap.reparameterization(), make, 5, jnp.square)
 
     def plain(key, theta):
         x = jnp.ones(8)
@@ -58,5 +58,5 @@ def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
             x = jnp.tanh(theta * x) + 0.1 * noise
         return jnp.mean(x**2)
 
-    both = [jax.value_and_grad(f, argnums=1) for f in (ap.expectation(paid(draw, jnp.square), 8), plain)]
+    both = [jax.value_and_grad(f, argnums=1) for f in (ap.expectation(program, 8), plain)]
     np.testing.assert_allclose(*jax.jit(lambda: [f(KEY, 1.3) for f in both])(), rtol=1e-5)

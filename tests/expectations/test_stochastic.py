@@ -146,8 +146,13 @@ def test_distributions_that_are_no_pytree_or_sample_no_array_are_refused(estimat
     refused_program("one array, got dict|rsample", pair, 1.0, raised=TypeError)
 
 
+EVENT = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
+OF_NO_LANES = [("lanes", unit_normal(mean)) for mean in (0.0, jnp.zeros(3), jnp.zeros((2, 4)))]
+OF_NO_LANES += [("batch shape|none has the lanes", EVENT)]
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
-def test_arguments_without_the_lane_axis_are_named(estimator):
+def test_arguments_without_the_lanes_and_what_is_no_distribution_of_the_lanes_are_refused(estimator):
     @ap.stochastic(estimator)
     def step(theta, x):
         return dist.Normal(theta * x["position"], 1.0)
@@ -155,18 +160,8 @@ def test_arguments_without_the_lane_axis_are_named(estimator):
     words = r"step .*\['x'\]\['position'\] has shape \(2,\), expected the lanes"
     refused_program(words, lambda tape, t: step(tape, t, {"position": jnp.ones(2)}), 1.0)
     refused_program(r"has shape \(\), expected the lanes", lambda tape, t: step(tape, t, {"position": 1.0}), 1.0)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
-def test_a_distribution_whose_batch_is_not_the_lanes_is_refused(estimator):
-    for mean in (0.0, jnp.zeros(3), jnp.zeros((2, 4))):
-        refused_program("lanes", lambda tape, mean=mean: ap.sample(tape, unit_normal(mean), estimator))
-    event = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
-    refused_program("batch shape|none has the lanes", lambda tape: ap.sample(tape, event, estimator))
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
-def test_what_is_no_distribution_is_refused(estimator):
+    for words, distribution in OF_NO_LANES:
+        refused_program(words, lambda tape, d=distribution: ap.sample(tape, d, estimator))
     refused_program("needs a distribution", ap.stochastic(estimator)(lambda t: t * 2), 1.0, raised=TypeError)
     refused_program("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, raised=TypeError)
 

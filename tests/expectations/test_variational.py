@@ -430,20 +430,13 @@ def test_a_site_whose_value_is_substituted_is_a_cost():
 def test_a_site_of_the_guide_in_a_loop_or_branch_of_numpyro_is_refused():
     """NumPyro has drawn it by then, as a substituted one is, but of parameters: it would have no score."""
     draw = lambda carry, _: (carry, numpyro.sample("z", dist.Bernoulli(logits=carry)))
-    m = lambda: numpyro.param("m", 0.0)
-    branch = lambda x: draw(x, None)
-    for guide in (
-        lambda: control_flow.scan(draw, m(), None, length=1),
-        lambda: control_flow.cond(True, branch, branch, m()),
-    ):
-        loss = lambda params, guide=guide: V.elbo(lanes=2).loss(KEY, params, lambda: None, guide)
-        refused(
-            ValueError,
-            "the guide latent site z was drawn in a scan or cond of NumPyro",
-            jax.eval_shape,
-            loss,
-            {"m": 0.4},
-        )
+    branch = lambda m: draw(m, None)
+    scanned = lambda m: control_flow.scan(draw, m, None, length=1)
+    branched = lambda m: control_flow.cond(True, branch, branch, m)
+    words = "the guide latent site z was drawn in a scan or cond of NumPyro"
+    for drawn in (scanned, branched):
+        guide = lambda drawn=drawn: drawn(numpyro.param("m", 0.0))
+        refused(ValueError, words, V.elbo(lanes=2).loss, KEY, {"m": 0.4}, lambda: None, guide)
 
 
 def test_a_latent_site_of_the_model_in_a_branch_of_numpyro_is_refused():

@@ -35,14 +35,11 @@ def assert_descends(network, params, batch, rate, **tolerance):
     close(*both(params), **tolerance)
 
 
-def double_dot(*args, **kwargs):
-    return 2 * jax.lax.dot_general(*args, **kwargs)
+def doubled(function):
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
 
 
-def double_conv(*args, **kwargs):
-    return 2 * jax.lax.conv_general_dilated(*args, **kwargs)
-
-
+DOT = {"dot_general": [doubled(jax.lax.dot_general)]}
 INIT, FLAGS = [nnx.initializers.normal(1.0)], [True, False]
 COMMON = {name: [jnp.bfloat16, jnp.float32] for name in ("dtype", "param_dtype")}
 COMMON |= {"promote_dtype": [lambda arrays, dtype=None, inexact=True: tuple(a if a is None else a / 2 for a in arrays)]}
@@ -56,7 +53,7 @@ CONV = {
     "input_dilation": DILATION,
     "feature_group_count": [1, 2],
     "mask": [None, jnp.ones((3, 4, 4)).at[0].set(0.0)],
-    "conv_general_dilated": [double_conv],
+    "conv_general_dilated": [doubled(jax.lax.conv_general_dilated)],
 }
 NORM = {"epsilon": [1e-6, 0.5], "bias_init": INIT, "scale_init": INIT}
 NORM |= dict.fromkeys(("use_bias", "use_scale", "use_fast_variance"), FLAGS)
@@ -68,7 +65,7 @@ PADDED = {("padding", value) for value in ("VALID", 1, ((1, 0),), (2,))} | {("ke
 RNN = functools.partial(nnx.RNN, nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)))
 # (a layer, its input, values of each option, and which of them the network has too)
 LAYERS = {
-    "Linear": (functools.partial(nnx.Linear, 4, 3), X, SYNAPSES | {"dot_general": [double_dot]}, KEPT),
+    "Linear": (functools.partial(nnx.Linear, 4, 3), X, SYNAPSES | DOT, KEPT),
     "Conv": (functools.partial(nnx.Conv, 4, 4, (3,)), X, SYNAPSES | CONV, KEPT | PADDED),
     "Embed": (functools.partial(nnx.Embed, 4, 3), TOKENS, COMMON | {"embedding_init": INIT}, {"embedding_init"}),
     "LayerNorm": (functools.partial(nnx.LayerNorm, 4), X, COMMON | NORM | AXES, {*NORM, ("reduction_axes", (-1,))}),
@@ -291,9 +288,8 @@ def test_messages_go_where_a_function_moves_elements():
     others.append(lambda x: x + jnp.cumsum(jnp.ones(4)))
     network, params = network_of(nnx.Sequential(*moving, *others))
     batch = jnp.ones((2, 4, 4)), jnp.ones((2, 2, 4))
-    assert [site.name for site in mplp.sites(network, params, batch)] == [f"{i}_activation" for i in range(4, 10)] + [
-        "loss"
-    ]
+    wanted = [*(f"{i}_activation" for i in range(4, 10)), "loss"]
+    assert [site.name for site in mplp.sites(network, params, batch)] == wanted
 
 
 def test_tokens_are_those_of_flax():
