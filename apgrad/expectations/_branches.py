@@ -5,26 +5,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from apgrad._ground.primitives import refuse_batching
+from apgrad._programs.jaxprs import Program, inside_of, variables
+from apgrad.expectations._ledger import Mark, marked
 
 
 def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ...]) -> tuple[Any, tuple[Any, ...]]:
-    ledger = tape._require_current("parallel")
+    ledger, fork = tape._require_current("parallel"), object()
     if not branches:
         raise ValueError("parallel needs at least one branch, got none")
+    mark = lambda key, index: marked(key, Mark.BRANCH, (fork, index)) if ledger.collecting else key
     key, *keys = jax.random.split(tape._key, len(branches) + 1)
 
     def run(index, key, ports):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache, from a rehearsal or from
-        # another branch, would hide from the first trace what it does, and its sites where they are counted.
+        # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache, from another branch, would
+        # hide from the first trace what it does, and its sites where they are counted.
         fresh = ledger.collecting or tape._plan.sites is not None
         plan = tape._plan._replace(token=object()) if fresh else tape._plan
         ledger.branches += 1
         try:
-            result = branches[index](type(tape)(plan, key, total, ports))
+            result = branches[index](type(tape)(plan, mark(key, index), total, ports))
         finally:
             ledger.branches -= 1
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
@@ -32,13 +33,6 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         result[0]._require_current(f"the end of branch {index}")
         return result
 
-    if not (ledger.collecting or ledger.rehearsing):
-        ledger.rehearsing, met = True, len(ledger.sites)
-        try:
-            _require_apart(run, keys, tape._ports)
-        finally:
-            ledger.rehearsing = False
-            del ledger.sites[met:]
     total, outputs = tape._total, []
     ports = {port: (1 - len(branches)) * p if port.arithmetic.adds else p for port, p in tape._ports.items()}
     for index, branch_key in enumerate(keys):
@@ -48,30 +42,25 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
         ports |= {port: p for port, p in end._ports.items() if port.arithmetic.threads}
         outputs.append(output)
-    return tape._follow(key, total, ports), tuple(outputs)
+    return tape._follow(mark(key, None), total, ports), tuple(outputs)
 
 
-def _require_apart(run, keys, ports):
+def require_apart(program: Program) -> None:
     """Raises a `ValueError` where an equation of one branch reads what an equation of another branch made."""
-    begin, data = "a branch of tape.parallel begins", [jax.random.key_data(key) for key in keys]
-
-    def rehearse():
-        results = []
-        for index, key in enumerate(keys):
-            marked = refuse_batching(data[index], begin)
-            wrapped = jax.random.wrap_key_data(marked, impl=jax.random.key_impl(key))
-            end, output = run(index, wrapped, ports)
-            arrays = [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)]
-            results.append((marked, jax.tree.leaves(end), arrays))
-        return results
-
-    branch, made = -1, {}
-    # What a nested jaxpr closes over is an operand of its equation, so that the outermost ones tell all.
-    for eqn in jax.make_jaxpr(rehearse)().jaxpr.eqns:
-        branch += eqn.params.get("reason") == begin
-        if any(made.get(v, branch) != branch for v in eqn.invars if not isinstance(v, Literal)):
+    here: dict[Any, int] = {}  # for each fork that has begun and not ended, the number of the branch
+    made: dict[Any, dict[Any, int]] = {}  # for each variable, the branches in which it was made
+    elsewhere = lambda v: any(here.get(fork, index) != index for fork, index in made.get(v, {}).items())
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "mark" and eqn.params["kind"] is Mark.BRANCH:
+            fork, index = eqn.params["label"]
+            here = {other: number for other, number in here.items() if other is not fork}
+            here |= {} if index is None else {fork: index}
+        elif any(map(elsewhere, variables(eqn.invars))):
             raise ValueError(
                 "a branch of tape.parallel uses a value made inside another branch, whose choices do not pay for it: "
                 "return it as the branch's output and use it after the join, or make it before the fork"
             )
-        made |= dict.fromkeys(eqn.outvars, branch)
+        made |= dict.fromkeys(eqn.outvars, here)
+        # What a program inside closes over is an operand of its equation.
+        for inner in inside_of(eqn):
+            require_apart(inner)

@@ -14,7 +14,7 @@ from jax import lax
 from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others, require_mask
-from apgrad.expectations._ledger import Doing, Mark, TapePlan, differs
+from apgrad.expectations._ledger import Doing, Mark, TapePlan, differs, marked
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, RAW_FOR_OTHERS, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import is_standardized
@@ -146,8 +146,7 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     number = len(ledger.sites)
     ledger.sites.append(what)
     if ledger.collecting:
-        data = mark(jax.random.key_data(tape._key), Mark.VISIT, number)
-        return tape._follow(jax.random.wrap_key_data(data, impl=jax.random.key_impl(tape._key))), None
+        return tape._follow(marked(tape._key, Mark.VISIT, number)), None
     if number >= len(sites):
         raise differs(f"{what} is one mixer more than there were")
     counts, weights, _ = visits(tape._plan)

@@ -17,6 +17,7 @@ from apgrad._ground.keys import is_key, require_key
 from apgrad._ground.messages import tuple_of
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
+from apgrad.expectations._branches import require_apart
 from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._data_axis import require_parts, warn_of_mixed_data
@@ -250,6 +251,7 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
     if "discounting" in done and "weighing" in done:
         mixed = f"{done['weighing']} mixes it with pathwise derivatives, which do not fade. Use likelihood_ratio()."
         raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
+    require_apart(collected)
     if "baselined" in done:
         warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.

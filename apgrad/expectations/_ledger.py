@@ -2,8 +2,12 @@
 
 import contextvars
 import enum
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
+import jax
+
+from apgrad._ground.primitives import mark
 from apgrad.expectations._ports import Port
 
 
@@ -14,6 +18,13 @@ class Mark(enum.Enum):
     LEAVES_ONE_OUT = enum.auto()
     COST = enum.auto()  # at each cost
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
+    # Where a branch of `parallel` begins, or all have ended; the label: the fork, and the branch's number or None.
+    BRANCH = enum.auto()
+
+
+def marked(key: jax.Array, kind: Mark, label: Hashable) -> jax.Array:
+    data = mark(jax.random.key_data(key), kind, label)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 # What a program does: lanes act on each other, so that none can have credit alone; choices are charged with costs,
@@ -46,7 +57,6 @@ class Ledger:
 
     def __init__(self, first: "Ledger | None" = None):
         self.first, self.collecting = first, first is None
-        self.rehearsing = False  # branches of `parallel` are traced to see whether they are independent
         self.branches = 0  # how many branches of `parallel`, one in the other, are being traced
         self.stamp = 0
         self.flattened: dict[Any, Any] = {}  # weak references to the arrays of flattened tapes, by identities
