@@ -93,6 +93,17 @@ def test_a_closed_over_array_that_would_get_no_message_is_an_error(around, in_ob
         refused(TypeError, words, g, jnp.float32(3.0), jnp.float32(2.0))
 
 
+def test_closures_may_have_dictionaries_whose_keys_have_no_order():
+    """Of which JAX makes no pytree; a Flax Linen module within another has one."""
+
+    def f(t, x):
+        kept = [{1: t, "one": None}]
+        return ap.node(ap.Propagator(lambda x: (x * kept[0][1], None), lambda _, m: (m * kept[0][1],)))(x)
+
+    assert jax.jit(jax.grad(f, argnums=1))(jnp.float32(3.0), jnp.float32(2.0)) == 3
+    refused(TypeError, "closes over", jax.grad(f), jnp.float32(3.0), jnp.float32(2.0))
+
+
 @cases("around", TRANSFORMS)
 def test_arrays_that_are_only_traced_may_be_closed_over(around):
     """Of any dtype: backward's by the product rule, forward's as constants."""

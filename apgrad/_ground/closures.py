@@ -32,14 +32,12 @@ def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] 
         called, library = callable(found), type(found).__module__.partition(".")[0]
         if isinstance(found, type | types.ModuleType) or (library in ("jaxlib", "numpy") and not called):
             continue
-        leaves = jax.tree.leaves(found, is_leaf=is_leaf)
-        queue += leaves
-        if called or any(leaf is found for leaf in leaves):
+        parts = _parts(found, is_leaf)
+        queue += parts
+        if called or any(part is found for part in parts):
             queue += _attributes(found) if library not in _WORLD else ()
         if isinstance(found, functools.partial):
             queue += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, Mapping | set | frozenset):
-            queue += found.values() if isinstance(found, Mapping) else found
         if called:
             for cell in getattr(found, "__closure__", None) or ():
                 with contextlib.suppress(ValueError):  # a variable that has no value yet
@@ -48,6 +46,13 @@ def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] 
         own = getattr(found, "__code__", None) if code else None
         if own is not None and not own.co_filename.startswith(_LIBRARIES):
             queue += _globals(own, getattr(found, "__globals__", {}))
+
+
+def _parts(found: Any, is_leaf: Callable[[Any], bool] | None) -> list[Any]:
+    """What a container holds, or itself, one level deep: a dictionary whose keys have no order is no pytree."""
+    if isinstance(found, Mapping | set | frozenset):
+        return [*(found.values() if isinstance(found, Mapping) else found)]
+    return jax.tree.leaves(found, is_leaf=lambda x: x is not found or (is_leaf is not None and is_leaf(x)))
 
 
 def _attributes(found: Any) -> list[Any]:
