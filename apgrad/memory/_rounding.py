@@ -172,8 +172,10 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     breaks what relates four places (Patrascu & Thorup, "The power of simple tabulation hashing", 2012).
     """
     rows, columns = shape
-    words = mixed(key, jnp.arange(rows + columns, dtype=jnp.uint32))
-    bits = jax.lax.broadcast_in_dim(words[:rows], shape, (0,)) ^ jax.lax.broadcast_in_dim(words[rows:], shape, (1,))
+    # Two arrays of words: parts of one would be exchanged where the rows lie on several devices.
+    of_rows = mixed(key, jnp.arange(rows, dtype=jnp.uint32))
+    of_columns = mixed(key, jnp.arange(rows, rows + columns, dtype=jnp.uint32))
+    bits = jax.lax.broadcast_in_dim(of_rows, shape, (0,)) ^ jax.lax.broadcast_in_dim(of_columns, shape, (1,))
     bits = bits * jnp.uint32(0x846CA68B)  # of lowbias32, as in `mixed`
     numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
     return numbers.astype(dtype) - (1 - 2.0**-24)
