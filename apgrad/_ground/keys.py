@@ -36,13 +36,6 @@ def hashed(key: jax.Array, numbers: Any) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
 
 
-def siblings(key: jax.Array, count: int) -> list[jax.Array]:
-    """Keys from a hashed one, by the exclusive or with constants without a pattern: one operation a key."""
-    data, impl = jax.random.key_data(key), jax.random.key_impl(key)
-    constants = [np.random.SeedSequence(i).generate_state(data.size) for i in range(count)]
-    return [jax.random.wrap_key_data(data ^ words, impl=impl) for words in constants]
-
-
 def mixed(key: jax.Array, numbers: jax.Array) -> jax.Array:
     """A random word for each number: the exclusive or of a hash with each of the key's words.
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from apgrad._ground.keys import again, hashed, siblings
+from apgrad._ground.keys import again, hashed
 from apgrad._ground.messages import Static
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._ground.propagator import Propagator, node
@@ -24,7 +24,8 @@ from apgrad.memory._samplers import Sampler, kept, restored
 from apgrad.memory._slots import CoefficientUse, Slot
 
 Function = Callable[..., Any]
-_SLOTS = 2**28  # the number of the slots' key, beyond those of words and steps, before those of nested programs
+_NEXT = 2**28  # the number of the next slot's key, beyond those of words and steps, before those of nested programs
+_next_key = jax.jit(hashed)  # traced once
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
     "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
@@ -174,9 +175,11 @@ def _waits(slot: Slot, copies: bool) -> bool:
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
-    """A key for each slot that is sampled: one that is hashed, with constants of the slot's own."""
-    sampled = [i for i, slot in enumerate(made.slots) if slot.how == "sampled"]
-    return dict(zip(sampled, siblings(hashed(key, _SLOTS), len(sampled)), strict=True)) if sampled else {}
+    """A key for each slot that is sampled, each hashed from the one before."""
+    keys = {}
+    for i in (i for i, slot in enumerate(made.slots) if slot.how == "sampled"):
+        keys[i] = key = _next_key(key, _NEXT)
+    return keys
 
 
 # Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
