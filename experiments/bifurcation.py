@@ -27,7 +27,7 @@ LOW, HIGH = 1.0, 3.5  # inverse temperatures
 SHOWN = (1.5, 2.25, 2.5, 3.0)  # of the trajectories that are drawn
 
 
-class Config(harness.Config, least={"betas": 2, "transient": 1, "steps": 1, "noisy_lanes": 2, "horizon": 1}):
+class Config(harness.Config, least={"betas": 2, "noisy_lanes": 2}):
     """Options of this experiment."""
 
     betas: int = 101  # how many inverse temperatures, from `LOW` to `HIGH`.

@@ -39,7 +39,7 @@ COLOURS |= {"GS-LR": "#e7298a", "GS-TP": "#6a51a3", "GR": "#8c6d1f"}
 HORIZON_COLOURS = ("#9aa5b1", "#e0a100", "#c2255c", "#5f3dc4", "#087f5b", "#364fc7")
 
 
-class Config(harness.Config, least={"horizons": 1, "betas": 0, "estimates": 2, "lanes": 2}):
+class Config(harness.Config, least={"betas": 0, "estimates": 2, "lanes": 2}):
     """Options of this experiment.
 
     Attributes:

@@ -44,7 +44,7 @@ SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP
 
 class Config(
     harness.Config,
-    least={"widths": 0, "horizons": 1, "lanes": 2, "estimates": 2, "reference": 2},
+    least={"widths": 0, "lanes": 2, "estimates": 2, "reference": 2},
     among={"swarms": SWARMS},
 ):
     """Options of this experiment."""

@@ -40,7 +40,7 @@ TP = ("TP", "TP by state")
 UNBIASED = (*PAIR, *TP)
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"stages": 0}):
     """Options of this experiment."""
 
     policies: int = 1  # how many policies are drawn.

@@ -84,18 +84,23 @@ class Config:
     only_report: bool = False
     mix: bool = False
 
-    checks: ClassVar[dict[str, Any]] = {}
+    checks: ClassVar[dict[str, Any]] = {"least": {"seed": 0}}
 
     def __init_subclass__(cls, **checks: Any):
-        """A class names options whose numbers have a `least`, are a `multiple`, or are `among` what is known."""
+        """A class names options with another `least` than above 0, that are a `multiple`, or `among` what is known."""
         dataclasses.dataclass(frozen=True)(cls)
         cls.checks = cls.checks | {kind: cls.checks.get(kind, {}) | of for kind, of in checks.items()}
 
     def __post_init__(self):
-        """Refuses options that are not what the class has said; of a tuple, which has one at least, each is checked."""
-        for name, bound in self.checks.get("least", {}).items():
-            if min(self._each(name), default=bound - 1) < bound:
-                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+        """Refuses options that are not what the class has said: each of a tuple, and none of numbers or names."""
+        for name, default in ((field.name, field.default) for field in dataclasses.fields(self)):
+            least, each = self.checks["least"].get(name), self._each(name)
+            numbers = [n for n in each if isinstance(n, int | float) and not isinstance(n, bool)]
+            if not all(n > 0 if least is None else n >= least for n in numbers):
+                words = "positive" if least is None else f"at least {least}"
+                raise ValueError(f"{name} must be {words}, got {getattr(self, name)}")
+            if not each and default and not isinstance(default[0], tuple):
+                raise ValueError(f"{name} must be one at least, got ()")
         for name, unit in self.checks.get("multiple", {}).items():
             if any(n % unit for n in self._each(name)):
                 raise ValueError(f"{name} must be multiples of {unit}, got {getattr(self, name)}")

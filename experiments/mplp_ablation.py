@@ -31,7 +31,7 @@ RULES: dict[str, dict[str, Any]] = {WHOLE: {}, "gradient alone": {"message_size"
 RULES |= {"no whitening": {"whiten": False}, "no averages": {}}
 
 
-class Config(harness.Config, least={"runs": 2, "settings": 2, "steps": 1}, among={"rules": RULES}):
+class Config(harness.Config, least={"runs": 2, "settings": 2}, among={"rules": RULES}):
     """Options of this experiment."""
 
     rules: tuple[str, ...] = (WHOLE, "gradient alone")  # of RULES.

@@ -33,7 +33,7 @@ NETWORKS = ("ConvNet", "RNN", "GRU")
 TRAINED = {"ConvNet": "convnets", "RNN": "sequences", "GRU": "sequences"}
 
 
-class Config(harness.Config, least={"runs": 2, "draws": 1, "tuning": 1}, among={"networks": NETWORKS}):
+class Config(harness.Config, least={"runs": 2}, among={"networks": NETWORKS}):
     """Options of this experiment."""
 
     data: str = "digits"  # name of the images.

@@ -41,7 +41,7 @@ OBJECTIVES |= {"data": (0.3, 64), "held-out": (0.7, 64)}
 """The weight and the number of the held-out images."""
 
 
-class Config(harness.Config, least={"runs": 2, "seeds": 1, "steps": 1}, among={"objectives": OBJECTIVES}):
+class Config(harness.Config, least={"runs": 2}, among={"objectives": OBJECTIVES}):
     """Options of this experiment."""
 
     start: Literal["random", "published"] = "random"  # "published" to go on from the authors' checkpoint.

@@ -122,7 +122,7 @@ OPTIMIZERS = {
 }
 
 
-class Config(harness.Config, least={"runs": 2, "draws": 1, "tuning": 1}):
+class Config(harness.Config, least={"runs": 2}):
     """Options of this experiment."""
 
     # names and sides of the images, or names of the data sets of regression, that settings are drawn of.

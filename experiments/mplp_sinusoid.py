@@ -31,7 +31,7 @@ CHECKPOINT = mplp_from_random.PUBLISHED["sinusoid"]  # half squared error of the
 SHARING = {"none": False, "networks": True, "all": "all"}  # `share` of `mplp.PerSynapse`.
 
 
-class Config(harness.Config, least={"runs": 2, "sizes": 1}, among={"sharing": SHARING}):
+class Config(harness.Config, least={"runs": 2}, among={"sharing": SHARING}):
     """Options of this experiment."""
 
     runs: int = 20  # networks and tasks to judge by.

@@ -57,9 +57,7 @@ METHODS = {
 }
 
 
-class Config(
-    harness.Config, least={"lanes": 4, "evaluations": 5, "tuning": 1, "seeds": 2, "rounds": 1}, multiple={"lanes": 2}
-):
+class Config(harness.Config, least={"lanes": 4, "evaluations": 5, "seeds": 2}, multiple={"lanes": 2}):
     """Options of this experiment."""
 
     units: int = 64  # the width of the policy's two hidden layers.

@@ -47,7 +47,7 @@ OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library'
 
 class Config(
     harness.Config,
-    least={"tuning": 1, "groups": 1, "seeds": 2, "estimates": 2},
+    least={"seeds": 2, "estimates": 2},
     multiple={"horizon": policies.SEGMENT},
     among={"methods": METHODS},
 ):

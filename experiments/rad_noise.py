@@ -36,7 +36,7 @@ from experiments.parts import networks, rad_networks
 ROUNDINGS = ("rounding 8", "rounding 4", "rounding 2")
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"training_steps": 0}):
     """Options of this experiment."""
 
     network: str = "mlp"  # "mlp" or "convnet".

@@ -56,7 +56,7 @@ NETWORKS = {
 }
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"training_steps": 0}):
     """Options of this experiment."""
 
     data: str = "digits"  # "mnist", or "digits", the fall-back.

@@ -58,7 +58,7 @@ TUNED: dict[str, Any] = {network: dict(zip(SEARCHED, pairs, strict=True)) for ne
 TUNED["transformer"] = {"baseline": (1e-3, 1e-4), "different": (1e-3, 1e-4)}
 
 
-class Config(harness.Config, least={"seeds": 1}, among={"networks": rad_networks.NAMES}):
+class Config(harness.Config, least={"pairs": 0, "finalists": 0}, among={"networks": rad_networks.NAMES}):
     """Options of this experiment."""
 
     networks: tuple[str, ...] = ("mlp",)  # of "mlp", "convnet", "rnn" and "transformer".

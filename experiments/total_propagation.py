@@ -41,7 +41,7 @@ STYLES |= {"clipped at 4": ("#e0a100", "-"), "clipped at 10": ("#e0a100", "--")}
 
 class Config(
     harness.Config,
-    least={"estimates": 2, "lanes": 4, "sets": 1},
+    least={"estimates": 2, "lanes": 4},
     among={"parameters": (1, 5), "methods": (*RULES, *CLIPPED)},
     multiple={"lanes": 2},
 ):

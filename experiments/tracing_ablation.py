@@ -48,7 +48,7 @@ WIDTHS = (8, 16, 32)  # of the three components, in another order in each networ
 LENGTH, BATCH, EVERY = 20, 16, 25  # letters that are read at once, pieces of text in a step, steps between traces
 
 
-class Config(harness.Config, least={"seeds": 2, "steps": 1}):
+class Config(harness.Config, least={"seeds": 2}):
     """Options of this experiment."""
 
     seeds: int = 2  # networks.

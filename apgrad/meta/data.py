@@ -77,6 +77,8 @@ def _load(name, size, folder):
     data = load_bytes(name, folder=folder)
     train, test = (_scale(x, size) for x in (data.x_train, data.x_test))
     mean, deviation = train.mean(), train.std()
+    if not deviation > 0:
+        raise ValueError(f"the training images of {name} have all the same value, by which none can be standardized")
     data = data._replace(x_train=(train - mean) / deviation, x_test=(test - mean) / deviation)
     for array in data[2:]:
         array.setflags(write=False)

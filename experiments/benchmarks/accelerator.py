@@ -42,7 +42,7 @@ METHODS = ("plain", "jax.checkpoint", *SHARES)
 VOCABULARY = 64
 
 
-class Config(harness.Config, least={"blocks": 1, "batch": 1, "steps": 1}):
+class Config(harness.Config):
     """Options of this benchmark."""
 
     blocks: int = 4  # of the transformer.

@@ -148,7 +148,9 @@ def test_bad_options_are_refused():
         (outer_training, {"seeds": 1}, "seeds must be at least 2, got 1"),
         (outer_training, {"rule": ("BPTT",)}, r"rule are of \['reverse mode', .*got \['BPTT'\]"),
         (mplp_sinusoid, {"runs": 1}, "runs must be at least 2"),
-        (mplp_sinusoid, {"sizes": ()}, r"sizes must be at least 1, got \(\)"),
+        (mplp_sinusoid, {"sizes": ()}, r"sizes must be one at least, got \(\)"),
+        (mplp_sinusoid, {"rate": float("nan")}, "rate must be positive, got nan"),
+        (outer_training, {"rates": (0.1, 0.0)}, r"rates must be positive, got \(0.1, 0.0\)"),
         (mplp_sinusoid, {"sharing": ("some",)}, r"sharing are of \['none', 'networks', 'all'\], got \['some'\]"),
     ):
         refused(ValueError, words, module.Config, **options)

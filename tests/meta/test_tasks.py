@@ -64,6 +64,8 @@ def test_a_file_of_what_is_no_bytes_and_labels_or_is_damaged_is_named(tmp_path):
         refused(ValueError, r"mnist.npz should have images .* of bytes", meta.data.load, "mnist", folder=tmp_path)
     write(x_train=x.astype(float), y_test=y[:, None])
     np.testing.assert_array_equal(meta.data.load_bytes("mnist", folder=tmp_path).x_train[..., 0], x)
+    write(x_train=x * 0)
+    refused(ValueError, "of mnist have all the same value", meta.data.load, "mnist", folder=tmp_path, size=4)
     (tmp_path / "mnist.npz").write_bytes((tmp_path / "mnist.npz").read_bytes()[:99])
     refused(ValueError, "mnist.npz is damaged", meta.data.load, "mnist", folder=tmp_path)
 

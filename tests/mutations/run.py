@@ -38,9 +38,10 @@ def main():
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
     mutations = tomllib.loads((HERE / "mutations.toml").read_text())["mutation"]
-    stale = [m for m in mutations if text(ROOT, m).count(m["old"]) != 1]
+    stale = [m for m in mutations if text(ROOT, m).count(m["old"]) != 1 or not all(f.exists() for f in first(ROOT, m))]
     for m in stale:
-        print(f"NOT FOUND ONCE: {m['name']} (apgrad/{m['file']}): {m['old']}", file=sys.stderr)
+        what = f"{m['old']} in apgrad/{m['file']} once, and {m['first']} for its folder in tests"
+        print(f"NOT FOUND, of {m['name']}: {what}", file=sys.stderr)
     if not options.check:
         chosen = [m for m in mutations if m not in stale and re.search(options.only, f"{m['name']} {m['file']}")]
         run(options, chosen)
@@ -79,16 +80,23 @@ def text(tree, mutation):
     return path.read_text() if path.exists() else ""
 
 
+def folder(tree, mutation):
+    """The wing's tests."""
+    return tree / "tests" / mutation["file"].split("/")[0]
+
+
+def first(tree, mutation):
+    """The test files that the mutation names, from the wing's tests."""
+    return [(folder(tree, mutation) / name).resolve() for name in mutation["first"]]
+
+
 def files(tree, mutation):
     """The test files in groups: those that the mutation names, then each of the others."""
-    wing = mutation["file"].split("/")[0]
-    folder = tree / "tests" / wing
-    first = [(folder / name).resolve() for name in mutation["first"]]
-    first = [f for f in first if f.exists()]  # a file may have been renamed: the others are run anyway
-    rest = sorted(folder.glob("test_*.py")) or sorted((tree / "tests").glob("test_*.py"))
+    named = first(tree, mutation)
+    rest = sorted(folder(tree, mutation).glob("test_*.py")) or sorted((tree / "tests").glob("test_*.py"))
     rest = [tree / "tests" / "test_contract.py", *rest, tree / "tests" / "test_composition.py"]
-    rest = dict.fromkeys(f.resolve() for f in rest if f.resolve() not in first)
-    return [[str(f.relative_to(tree)) for f in group] for group in [first, *([f] for f in rest)] if group]
+    rest = dict.fromkeys(f.resolve() for f in rest if f.resolve() not in named)
+    return [[str(f.relative_to(tree)) for f in group] for group in [named, *([f] for f in rest)] if group]
 
 
 def judged(options, copy, paths):
@@ -96,7 +104,7 @@ def judged(options, copy, paths):
     command = [*options.prefix.split(), sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", *paths]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([*command, *options.pytest], cwd=copy, capture_output=True, text=True, env=environment)
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE)  # no line of a log
     if done.returncode == 1 and failed:
         return "caught", failed[1]
     if done.returncode in (124, 137):  # as `timeout` ends a command
