@@ -1,10 +1,11 @@
 """What users give: arguments by their numbers, anything else by a name, and numbers that JAX may have traced."""
 
+import contextlib
 import difflib
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +69,16 @@ def require_call(what: str, function: Callable[..., Any], names: Sequence[str], 
     except TypeError as error:
         called = f"{what} is called with ({', '.join(names)})"
         raise TypeError(f"{called}, and it takes {signature}: {error}. Let it take these{hint}.") from None
+
+
+@contextlib.contextmanager
+def noted(text: str) -> Iterator[None]:
+    """Adds a line to errors within: what of the user's is called there, and how."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
 
 
 def per_axis(name: str, sizes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ WITHIN_ELEMENTWISE = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | _names("broadcast_
 PRODUCT = _names("conv_general_dilated dot_general")
 
 # Linear in each operand while the others are constant.
-LINEAR_IN_EACH = PRODUCT | {"mul"}
+LINEAR_IN_EACH = PRODUCT | {"mul", "ragged_dot_general"}
 
 # Linear in all operands together; `select_n` in all but the first one, which chooses.
 LINEAR_IN_ALL = (

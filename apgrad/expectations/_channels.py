@@ -54,7 +54,6 @@ def credit(
     own = None if isinstance(baseline, str) else baseline
     if mask is not None:
         mask = require_mask(name, mask, shape)
-        zero = jnp.where(mask, zero, 0)
     others, standardized = isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:
         few = f"needs at least 2, got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
@@ -81,6 +80,7 @@ def credit(
     if not asked <= tape._ports.keys():
         raise differs(f"{name} charges its choice in another way or shape")
     ports, dtype = dict(tape._ports), tape._plan.dtype
+    zero = zero if mask is None else jnp.where(mask, zero, 0)  # after the mark: a mask mixes no data
     finite = jnp.isfinite(lax.stop_gradient(zero))
     zero = zero_with_gradient(zero * jnp.where(finite, 1, jnp.nan).astype(zero.dtype)).astype(dtype)
     if weighed is not None:

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import meets, number
+from apgrad._ground.arguments import meets, noted, number
+from apgrad._ground.messages import tuple_of
 from apgrad._ground.norms import largest, real_dtype
 from apgrad.expectations._adaptive import Adaptive, require_state
 from apgrad.expectations._lanes import over
@@ -76,7 +77,7 @@ def multilevel(
 
     Raises:
       ValueError: for fewer than two levels, or what is no number, or a window that is not finite or less than one call.
-      TypeError: at trace time, for a state that is none.
+      TypeError: at trace time, for a state that is none, or what returns no value with its gradient.
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist
@@ -97,8 +98,12 @@ def multilevel(
     keep = 1 - 1 / window
 
     def differences(key, args):
-        each = jax.vmap(lambda level: value_and_grad(key, *args, level))
-        values, gradients = each(jnp.asarray(levels, jnp.float32))
+        def each(level):
+            with noted("multilevel calls value_and_grad(key, *args, level): the program's last argument is the level."):
+                found = value_and_grad(key, *args, level)
+            return tuple_of(2, "value_and_grad of multilevel must return (value, gradient)", found)
+
+        values, gradients = jax.vmap(each)(jnp.asarray(levels, jnp.float32))
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
         found = jax.tree.map(lambda x: x[1:] - x[:-1], _wide(gradients))
         most = jax.vmap(lambda x: jnp.max(jnp.abs(x), initial=0))

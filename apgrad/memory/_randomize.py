@@ -362,7 +362,8 @@ def _own_rules(program: Program, where: str) -> list[str]:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
         if inside is not None and inside.kind == "call":
             found += _own_rules(inside.jaxprs[0], here)
-        elif (inside is None or inside.kind == "custom") and jaxprs.has_own_rule(jaxprs.part([eqn], [], [])):
+        # The rule of any custom_jvp function may go through a custom_vjp function.
+        elif inside.kind == "custom" if inside else jaxprs.has_own_rule(jaxprs.part([eqn], [], [])):
             found.append(repr(jaxprs.join(here, inside.label if inside else eqn.primitive.name)))
     return found
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import noted
+
 
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
@@ -62,11 +64,8 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     def each(args, batch):
         found = {}
         for name, variant in variants.items():
-            try:
+            with noted(f"under {name}"):
                 found[name] = variant(*(batch if "vmap" in name else args))
-            except Exception as error:
-                error.add_note(f"under {name}")
-                raise
         return found
 
     # One program for all, since compiling is what takes long.

@@ -20,7 +20,7 @@ from jax.tree_util import Partial
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
-from apgrad._programs.linearity import LINEAR, ZERO, linearity
+from apgrad._programs.linearity import CONSTANT, LINEAR, ZERO, linearity
 from apgrad.tracing._interpreter import Context, Walked, walk
 from apgrad.tracing._sums import filled, structs
 
@@ -217,22 +217,23 @@ def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple
     tangents = [jnp.zeros_like(x) for x in primals]
     if jaxprs.has_own_rule(jaxprs.part([eqn], [], [])):  # a custom_jvp rule may differentiate a custom_vjp function
         floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
-        linear = _require_linear(pullback, floats, jaxprs.scope(eqn))
+        back = jaxprs.trace(lambda x, m: jax.vjp(function, *x, has_aux=True)[1](m), primals, floats)[0]
+        linear = _require_linear(back, pullback, floats, jaxprs.scope(eqn))
     else:
         _, linear, outputs = jax.linearize(function, *primals, has_aux=True)
     return jaxprs.trace(linear, *tangents)[0], tangents, chosen, real, outputs
 
 
-def _require_linear(pullback: Callable[..., Any], outputs: Sequence[Any], where: str) -> Callable[..., Any]:
-    """The tangent map whose transpose is the given pullback."""
+def _require_linear(program: Any, pullback: Callable[..., Any], outputs: Any, where: str) -> Callable[..., Any]:
+    """The tangent map whose transpose is the given pullback, of which the program is that from the inputs on."""
     name = f" in {where!r}" if where else ""
     message = (
         f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "
         "linear in the message ({}), as of total propagation, MPLP and propagators that clip messages. Trace a program "
         "without it, and what was given to ap.randomize in the place of what it returned."
     )
-    program, _ = jaxprs.trace(pullback, list(outputs))
-    if not {ZERO, LINEAR}.issuperset(linearity(program, [LINEAR] * len(program.jaxpr.invars))):
+    inputs = [CONSTANT] * (len(program.jaxpr.invars) - len(outputs)) + [LINEAR] * len(outputs)
+    if not {ZERO, LINEAR}.issuperset(linearity(program, inputs)):
         raise TypeError(message.format("it is a sum, product or other function of messages and constants"))
     transposed = jax.linear_transpose(pullback, list(outputs))
 

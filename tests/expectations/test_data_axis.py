@@ -114,6 +114,13 @@ def test_a_choice_that_hands_something_on_is_charged_where_a_cost_follows():
         run(False, True)
 
 
+def test_a_mask_that_is_given_mixes_no_data():
+    """Warnings are errors here."""
+    step = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(logits=theta))
+    objective = ap.expectation(paid(lambda tape, theta, mask: step(tape, theta, mask=mask)), 4)
+    jax.eval_shape(objective, KEY, 0.3, jnp.arange(4) < 2)
+
+
 def network(tape, theta, x, baseline="leave_one_out"):
     logits = jnp.tanh(x @ theta["a"]) @ theta["b"]
     tape, b = ap.sample(tape, dist.Bernoulli(logits=logits[:, 0]), ap.likelihood_ratio(baseline))

@@ -120,3 +120,8 @@ def test_refused():
     training = ap.multilevel(lambda key, theta, level: (0.0, level * theta))
     with pytest.raises(ValueError, match=r"shapes \(3, 2\), and these need \(3, 3\)"):
         training.value_and_grad(KEYS[0], training.init(KEYS[0], jnp.ones(2)), jnp.ones(3))
+    init = lambda made: ap.multilevel(made).init(KEYS[0], jnp.ones(2))
+    called = r"value_and_grad\(key, \*args, level\).*last argument"
+    refused(TypeError, called, init, ap.value_and_grad(lambda tape, theta: tape.cost(theta), 2))
+    refused(TypeError, called, init, None)
+    refused(TypeError, r"must return \(value, gradient\), got an array", init, lambda key, theta, level: theta)

@@ -189,6 +189,15 @@ def test_what_an_estimator_of_a_user_returns_is_looked_at():
             refused(TypeError, words, jax.eval_shape, ap.expectation(paid(draw), 4), KEY, 0.3)
 
 
+def test_what_goes_wrong_in_a_function_of_an_estimator_says_how_it_is_called():
+    density = ap.likelihood_ratio().score
+    mine = ap.Estimator("mine", pathwise=density)
+    for estimator in (mine, ap.Mixer("two", (mine, mine), HALF)):
+        objective = ap.expectation(paid(ap.stochastic(estimator)(unit_normal)), 4)
+        words = r"pathwise of the estimator mine, called as pathwise\(distribution, key\)"
+        refused(TypeError, words, jax.eval_shape, objective, KEY, 0.3)
+
+
 def test_calls_that_are_off_are_refused():
     normal = dist.Normal(jnp.zeros(4), 1.0)
     refused(TypeError, "forget the parentheses", ap.stochastic, ap.likelihood_ratio)

@@ -46,6 +46,8 @@ NOT_LINEAR = {
 clipped = rule(NOT_LINEAR["clip"])
 around = jax.custom_jvp(clipped)
 around.defjvp(lambda primals, tangents: jax.jvp(clipped, primals, tangents))
+within = jax.custom_jvp(jnp.sin)
+within.defjvp(lambda primals, tangents: jax.jvp(clipped, primals, tangents))
 REFUSED = {name: loss(backward) for name, backward in NOT_LINEAR.items()} | {
     "without a message": lambda w, x: jnp.sum(rule(lambda x, m: jnp.cos(x))(x @ w)),  # no other meets the constant one
     "within a custom_jvp function": lambda w, x: jnp.sum(around(x @ w) @ w),
@@ -71,6 +73,19 @@ def test_a_backward_pass_that_is_not_linear_is_refused(function):
     refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
     traced = ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())
     refused(TypeError, "not linear in the message", traced, W)
+
+
+def test_a_rule_is_refused_for_what_its_tangents_alone_go_through():
+    refused(TypeError, "not linear in the message", gradient_shape, lambda w, x: jnp.sum(within(x @ w) @ w), W, X)
+
+
+def test_zeros_that_are_kept_in_forward_are_a_message():
+    kept = jax.custom_vjp(lambda x, y: x * y)
+    kept.defvjp(lambda x, y: (x * y, (y, jnp.zeros_like(y))), lambda kept, m: (m * kept[0], kept[1]))
+    function = lambda w, x: jnp.sum(kept(x @ w, jnp.sin(x @ w)) @ w)
+    assert gradient_shape(function, W, X) == W.shape
+    traced = ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())
+    assert jax.eval_shape(traced, W).shape == W.shape
 
 
 def test_linear_ones_are_not():

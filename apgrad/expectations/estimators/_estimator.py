@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 
+from apgrad._ground.arguments import noted
 from apgrad._ground.messages import describe
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs.jaxprs import is_inexact
@@ -99,17 +100,20 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
     """The sample (`drawn`, if it is drawn already) and the log-density or None, with the estimator's derivatives."""
     claimed = (lambda x: x) if estimator.every_order else (lambda x: once(estimator.name, x))
     if estimator.pathwise is not None:
-        x = claimed(_returned(estimator, "pathwise", estimator.pathwise(distribution, key), distribution, key))
+        x = claimed(_made(estimator, "pathwise", distribution, key, key))
     else:
         x = distributions.sample(distribution, key) if drawn is None else drawn
     if estimator.score is None:
         return x, None
     seen = distributions.before_rounding(distribution, key, lax.stop_gradient(x))
-    return x, claimed(_returned(estimator, "score", estimator.score(distribution, seen), distribution, key))
+    return x, claimed(_made(estimator, "score", distribution, seen, key))
 
 
-def _returned(estimator, part, found, distribution, key):
-    """What a function of an estimator returned, if it is an array that can carry a derivative, of the right shape."""
+def _made(estimator, part, distribution, given, key):
+    """What a function of an estimator returns, if it is an array that can carry a derivative, of the right shape."""
+    called = f"{part}(distribution, {'key' if part == 'pathwise' else 'x'})"
+    with noted(f"This is {part} of the estimator {estimator.name}, called as {called}."):
+        found = getattr(estimator, part)(distribution, given)
     shapes: list[Any] = [getattr(distribution, name, None) for name in ("batch_shape", "event_shape")]
     shapes = shapes[:1] if part == "score" else shapes
     shape = None if None in shapes else sum(map(tuple, shapes), ())
