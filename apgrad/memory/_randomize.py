@@ -29,6 +29,7 @@ from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
 _THROUGH = rounding(bits=8)
 Choice = Callable[[Coefficient], Sampler | None]
+Largest = dict[str, tuple[int, str]]  # entries and name of the largest array that has "few", is "exact", or "sampled"
 
 
 def randomize(
@@ -98,8 +99,8 @@ def randomize(
     number("min_size", min_size)
 
     def walk(*stretch: Any) -> Callable[..., Any]:
-        sizes: dict[bool, int] = {}
-        of_blocks: dict[bool, int] = {}
+        sizes: Largest = {}
+        of_blocks: Largest = {}
         at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, of_blocks)
         made = StretchWalk(_chooser(sampler, through, min_size, sizes), at_boundary)
 
@@ -108,13 +109,19 @@ def randomize(
                 plan = _within(budget_bytes, min_size, at_boundary, *stretch)
             else:
                 plan = made.make(*stretch)
-            if budget_bytes is None and {*sizes, *of_blocks} == {True}:
-                largest = max(known[True] for known in (sizes, of_blocks) if known)
+            if budget_bytes is None and {*sizes, *of_blocks} == {"few"}:
+                largest, _ = max(known["few"] for known in (sizes, of_blocks) if known)
                 warn(
                     f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
                     f"and the largest that may be sampled has {largest}. Give randomize min_size=0 to sample all.",
                 )
-            elif boundaries is not None and False not in of_blocks:
+            elif boundaries is None and _chooses(sampler) and "exact" in sizes and "sampled" not in sizes:
+                largest, name = sizes["exact"]
+                warn(
+                    "nothing is sampled: the function that chooses samplers gave None for every array, the largest of "
+                    f"which is {name!r} with {largest} entries. Let it give a sampler for some name, shape or dtype."
+                )
+            elif boundaries is not None and not of_blocks.keys() - {"few"}:
                 warn(
                     "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and "
                     f"no block has such an input of at least min_size={min_size} entries that is no argument of the "
@@ -220,8 +227,8 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
         target = min(target, estimate) - (used - budget)
 
 
-def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] | None = None) -> Choice:
-    """A choice for every coefficient; `sizes` becomes the most entries of those that are too small, and of others."""
+def _chooser(sampler: Any, through: Any, min_size: int, sizes: Largest | None = None) -> Choice:
+    """A choice for every coefficient; `sizes` becomes the largest of those that are too small, and of others."""
     sizes = {} if sizes is None else sizes
 
     def choose(coefficient):
@@ -235,10 +242,9 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] |
             return None
         of_all_steps = size * max(coefficient.count, 1)
         few = size < min(64, min_size) or of_all_steps < min_size
-        sizes[few] = max(sizes.get(few, 0), of_all_steps)
-        if few or not coefficient.shape:
-            return None
-        chosen = choose(coefficient)
+        chosen = None if few or not coefficient.shape else choose(coefficient)
+        case = "few" if few else "exact" if chosen is None else "sampled"
+        sizes[case] = max(sizes.get(case, (0, "")), (of_all_steps, coefficient.name))
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
         larger = chosen is not None and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes

@@ -241,8 +241,10 @@ def test_a_sampler_that_is_never_called_is_a_warning():
     trace = functools.partial(gradient_shape, loss, jnp.ones((6, 4)), jnp.ones((20, 6)))
     with pytest.warns(UserWarning, match=r"nothing is sampled: .* min_size=512 .* the largest .* has 80"):
         trace(min_size=512)
-    trace(min_size=0)  # no warning, nor where None is chosen
-    trace(sampler=lambda coefficient: None, min_size=0)
+    with pytest.warns(UserWarning, match=r"nothing is sampled: .* None for every array, .* 'chain.*' with 80 "):
+        trace(sampler=lambda coefficient: R.rounding(4) if "misspelt" in coefficient.name else None, min_size=0)
+    trace(min_size=0)  # no warning, nor where one is chosen
+    trace(sampler=lambda coefficient: R.rounding(4) if "chain" in coefficient.name else None, min_size=0)
     trace(sampler=None, min_size=512, budget_bytes=10_000)
 
 
