@@ -53,7 +53,7 @@ class Config(harness.Config, least={"stages": 0}):
     past: int = 50  # earlier calls of TP and multilevel.
 
 
-PAPER = Config(policies=6, stages=(0, 20, 240), estimates=200, reference=500, past=200)
+PAPER = Config(policies=20, stages=(0, 20, 240), estimates=200, reference=500, past=200)
 
 
 def cells(config: Config) -> list[harness.Cell]:
