@@ -43,12 +43,12 @@ UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
-# Along which axes an equation acts that keeps the shape: a port has one axis more than its value, the last.
+# Along which axes an equation acts that keeps the shape.
 AXES: dict[str, Callable[[Any], Any]] = {
     "concatenate": lambda eqn: eqn.params["dimension"],
     "cumsum": lambda eqn: eqn.params["axis"],
     "dynamic_update_slice": lambda eqn: _unlike(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape),
-    "fft": lambda eqn: eqn.invars[0].aval.ndim - len(eqn.params["fft_lengths"]),
+    "fft": lambda eqn: range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :],
     "gather": lambda eqn: eqn.params["dimension_numbers"].start_index_map,
     "pad": lambda eqn: _unlike(eqn.params["padding_config"], [(0, 0, 0)] * eqn.invars[0].aval.ndim),
     "reduce_sum": lambda eqn: eqn.params["axes"],
@@ -106,7 +106,7 @@ class Walk:
             return facts
         before, after = (any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars))
         last = {v.aval.shape[-1:] for v in (*eqn.invars, *eqn.outvars)} == {(self.size,)}
-        made = _made(eqn, facts, together, before and not (last if name == "reshape" else after))
+        made = _made(eqn, facts, together, before and not (last if name == "reshape" else after), self.size)
         if after and not before and name != "broadcast_in_dim":
             made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
@@ -207,7 +207,7 @@ def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
             return None
         moving.update({name} - WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
         chosen = name in NO_DERIVATIVE and together  # by the array's values
-        return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together, False)] * len(eqn.outvars)
+        return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together)] * len(eqn.outvars)
 
     made = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
     return bool(moving) and all(fact and (WIRED, NONLINEAR) not in fact for fact in made)
@@ -221,8 +221,11 @@ def _unlike(some, others):
     return tuple(i for i, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
 
 
-def _made(eqn, facts, together, lost):
-    """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers."""
+def _made(eqn, facts, together, lost=False, size=-1):
+    """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers.
+
+    Axes are counted without the one of the components, which a port has beside those of its value.
+    """
     name = eqn.primitive.name
     if not together or name in NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
@@ -231,13 +234,15 @@ def _made(eqn, facts, together, lost):
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
     if name in LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
-    linear = linear and not lost
+    shape = eqn.invars[bool(name == "dot_general" and facts[1])].aval.shape
+    components = shape.index(size) if size in shape else len(shape)
+    axes = np.ravel(AXES[name](eqn) if name in AXES else ()).tolist()
+    if name == "dot_general":
+        axes = [axis for of_both in eqn.params["dimension_numbers"] for axis in of_both[bool(facts[1])]]
+    linear = linear and not lost and components not in axes
     if linear and name in VIEW and name not in AXES:
         return together
-    if name == "dot_general" and linear:
-        axes: Any = [of_both[bool(facts[1])] for of_both in eqn.params["dimension_numbers"]]
-    else:
-        axes = AXES[name](eqn) if name in AXES else ()
+    axes = [axis - (axis > components) for axis in axes]
     factors = [v.val for v in eqn.invars if isinstance(v, Literal)] if name in ("mul", "div") else []
     function = f"{name} along {axes} by {factors}" if linear else NONLINEAR
     return together | {(origin, function) for origin, _ in together - {PORT, UNLIKE}}

@@ -176,6 +176,7 @@ BY_ROW = {
     "reversed": lambda x: x[:, ::-1],
     "padded": lambda x: jnp.pad(x, ((0, 0), (1, 2))),
     "differences": lambda x: jnp.diff(x, axis=1),
+    "transformed": lambda x: jnp.fft.fft(x).real,
     "cumulative sum": lambda x: jnp.cumsum(x, axis=1),
     "sorted": lambda x: jnp.sort(x, axis=1),
     "rolled": lambda x: jnp.roll(x, 1, axis=1),

@@ -97,6 +97,7 @@ biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]
 LAST = {  # of a port the components of a message are the last axis, of one component here
     "backwards": lambda a: a[..., ::-1],
     "and shifted": lambda a: jnp.roll(a, 1, axis=-1),
+    "and added up, transposed": lambda a: jnp.cumsum(a.T, axis=0).T,
     "and added up": lambda a: jnp.cumsum(a, axis=-1),
     "less its mean": lambda a: a - jnp.mean(a, axis=-1, keepdims=True),
     "and transformed": lambda a: jnp.fft.fft(a).real,
@@ -168,6 +169,9 @@ RIGHT = {
     "a slice of a signal": lambda n: n.loss(each(lambda a: a[:2], n.dense()), n.y[:2]),
     "a signal along its features": lambda n: n.loss(
         each(lambda a: (jnp.take(a, jnp.arange(3)[::-1], 1) - a[:, ::-1].mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
+    ),
+    "a signal transformed along its features": lambda n: n.loss(
+        each(lambda a: jnp.fft.fft(jnp.fft.fft(a, axis=1), axis=0).real, n.dense())
     ),
     "noise on a signal": lambda n: n.loss(each(lambda a: a + jax.random.normal(jax.random.key(0), a.shape), n.dense())),
     "zeros of a signal's shape": lambda n: n.loss(each(lambda a: a * jnp.full(a.shape, 2.0), n.dense())),

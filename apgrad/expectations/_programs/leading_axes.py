@@ -52,7 +52,8 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     return list(dict.fromkeys(found))
 
 
-_BY_ELEMENT = (kinds.NO_DERIVATIVE | {"select_n"}) - {"argmax", "argmin", "bitcast_convert_type", "iota", "random_bits"}
+_BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "select_n"}
+_BY_ELEMENT -= {"argmax", "argmin", "bitcast_convert_type", "iota", "random_bits"}
 
 
 def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
@@ -74,6 +75,8 @@ def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
         return next((a for a in same if after[a] == before[axis]), None)
     if name in _ALONG:
         return axis if np.all(axis != np.asarray(params[_ALONG[name]])) else None
+    if name == "fft":  # along the last axes
+        return axis if axis < eqn.outvars[0].aval.ndim - len(params["fft_lengths"]) else None
     if name in ("stack", "unstack"):
         if name == "stack":
             return axis + (axis >= params["axis"])
