@@ -80,7 +80,10 @@ def require_one_layer(site: ProgramSite) -> None:
 
 def require_one_array(site: ProgramSite, rule: str) -> None:
     if len(site.inputs) != 1 or getattr(site.output, "shape", None) != site.inputs[0].shape:
-        raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
+        raise ValueError(
+            f"{rule} is for a function of one array to one of its shape, and arrays that it closes over count; got "
+            f"{site}. For such a function write a propagator (ap.node), or a rule of your own (ap.rewiring.Rule)."
+        )
 
 
 def chosen(

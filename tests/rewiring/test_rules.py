@@ -172,7 +172,7 @@ def test_sites_that_a_rule_is_not_for():
         (lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")), "takes layers with one array"),
         (lambda: of(rewiring.surrogate_gradient(where="dot_general")), "one array to one of its shape"),
         (lambda: of(rewiring.surrogate_gradient()), "'spike' or 'heaviside' or what where= names, a primitive or jit"),
-        (lambda: of(rewiring.skip(where="dot_general")), "skip is for a function of one array"),
+        (lambda: of(rewiring.skip(where="dot_general")), "skip is for a function of one array .* write a propagator"),
         (lambda: ap.rewire(product, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0]), "is empty: make the rule's"),
         (lambda: summed.init(WS, X), "Leave the loss outside of the function"),
     ):
