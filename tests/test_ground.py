@@ -105,6 +105,24 @@ def test_what_is_no_key_is_refused(key):
     refused(TypeError, "first argument is one PRNG key", ap.expectation(lambda tape: tape, 4), key)
 
 
+KEYED = {
+    "randomize": ap.randomize(jnp.sin, ap.memory.rounding(bits=4), min_size=0),
+    "rewire": ap.rewire(jnp.sin, ap.rewiring.forward_gradient(where="sin")),
+}
+
+
+@cases("function", KEYED)
+def test_a_key_that_is_given_twice_is_seen(function):
+    @jax.jit
+    def twice(data):
+        key = jax.random.wrap_key_data(data)
+        return function(key, jnp.ones(1)) + function(key, jnp.ones(1))
+
+    data = jax.random.key_data(jax.random.key(0))
+    with jax.debug_key_reuse(True):
+        refused(jax.errors.KeyReuseError, "already consumed", twice, data)
+
+
 def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
     template = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": (jnp.ones(4, jnp.bfloat16),)}
     p = ap.port(template)

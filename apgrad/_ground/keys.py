@@ -28,6 +28,12 @@ def again(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=jax.random.key_impl(key))
 
 
+def spent(key: jax.Array) -> jax.Array:
+    """The same key, of which `jax.debug_key_reuse` has seen that it is used; the bits are nowhere needed."""
+    jax.random.bits(key)
+    return again(key)
+
+
 def hashed(key: jax.Array, numbers: Any) -> jax.Array:
     """A key for each number, an array of integers: `jax.random.fold_in` by a hash that compiles and runs in no time."""
     size = jax.random.key_data(key).size

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import chosen_numbers, number
-from apgrad._ground.keys import hashed, require_key
+from apgrad._ground.keys import hashed, require_key, spent
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import Program
@@ -142,7 +142,7 @@ def walked(function: Function, walk: Callable[..., Function]) -> Function:
     """`(key, *args, **kwargs) -> outputs`: the function as `walk(program, live, where, count)` evaluates it."""
 
     def randomized(key, *args, **kwargs):
-        key = require_key("the first argument of a randomized function", key)
+        key = spent(require_key("the first argument of a randomized function", key))
         jaxprs.require_auto("ap.randomize")
         # All else reaches the function as it is, as from jax.grad: Python's numbers, strings, functions.
         leaves, put = jaxprs.arrays_of((args, kwargs), (jax.Array,))

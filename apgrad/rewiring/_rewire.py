@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import chosen_numbers, integers, nearest, require_call
-from apgrad._ground.keys import require_key
+from apgrad._ground.keys import require_key, spent
 from apgrad._ground.messages import check_messages, describe, form_of
 from apgrad._ground.port import beside
 from apgrad._ground.propagator import Propagator, first_order, node
@@ -118,7 +118,7 @@ class Rewired:
         given, key, init = list(args), None, self.rule.init
         params: Any = None
         if self.rule.random:
-            key = require_key("the first argument of a function rewired by a random rule", *given[:1] or [None])
+            key = spent(require_key("the first argument of a function rewired by a random rule", *given[:1] or [None]))
             given = given[1:]
         if init is not None:
             params = given.pop(0) if given else None

@@ -89,6 +89,10 @@ def _bytes(x):
     return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
 
+def _shardings(tree):
+    return tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+
+
 class Compiled:
     """Executables, found by the text of their program: what a function closes over may change from point to point."""
 
@@ -103,8 +107,7 @@ class Compiled:
         atoms = (v for eqn in jaxprs.all_equations(jaxprs.Program(jaxpr, consts)) for v in eqn.invars)
         values = [*consts, *(v.val for v in atoms if isinstance(v, Literal) and np.ndim(v.val))]
         parts = [lowered.as_text().encode(), *map(_bytes, values)]
-        where = tuple(getattr(x, "sharding", None) for x in leaves)
-        key = hashlib.sha256(b"".join(parts)).digest(), lowered.out_tree, where
+        key = hashlib.sha256(b"".join(parts)).digest(), lowered.out_tree, _shardings(leaves)
         if key not in self._kept:
             self._kept[key] = lowered.compile()
         return lambda *args: self._kept[key](*jax.tree.leaves(args))
@@ -176,7 +179,7 @@ class Reader:
 
     def _run(self, name, function, program, *args):
         """Runs a function of a program that belongs to it by a name; it is read once."""
-        index = name, *map(form_of, (program, *args))
+        index = name, *map(form_of, (program, *args)), _shardings((program, args))
         if index not in self._made:
             self._made[index] = self._compiled(function, program, *args)
         return self._made[index](program, *args)

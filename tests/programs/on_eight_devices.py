@@ -119,6 +119,11 @@ for gradient in found:
 for (mean, error), exact in zip(seeds, truth, strict=True):
     assert (error > 0).all() and (abs(mean - exact) < 5 * error + 1e-7).all()
 
+# A path through a loop whose carry lies elsewhere after its first step.
+begin = lambda x: lax.scan(lambda c, v: (c * v, c + v), lax.pcast(jnp.ones(4), "d", to="varying"), x)[1]
+summed = jax.shard_map(begin, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+assert len(ap.trace_gradients(lambda x: jnp.sum(summed(2 * x) ** 2))(x).path("x", (3, 1))) > 3
+
 # A random memory of a batch that is spread is drawn where the batch is: the devices exchange the gradient alone.
 layers = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w))
 lean = jax.grad(ap.randomize(layers, ap.memory.rounding(4)), argnums=1)
