@@ -56,8 +56,9 @@ def credit(
         mask = require_mask(name, mask, shape)
     others, standardized = isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:
-        few = f"needs at least 2, got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
-        raise ValueError(f"{name}: the baseline {baseline!r} is a mean over lanes and {few}")
+        few = f"needs at least 2, got lanes={tape.lanes}"
+        hint = "Use more lanes, or baseline=None, which ap.choose and ap.score take themselves, else the estimator."
+        raise ValueError(f"{name}: the baseline {baseline!r} is a mean over lanes and {few}. {hint}")
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
     # Costs do not know masks. So the mean over the lanes that live at this choice is taken where the costs come back.
