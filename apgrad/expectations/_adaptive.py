@@ -9,7 +9,7 @@ and if the call's key is independent of all the keys that went into state and pa
 *By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`). A node sees
 its own variance, and not what cancels between nodes. Hence a *guard*: messages go back twice, with these weights and by
 reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
-twice the variance. Its mean over the window leaves out the largest one of `RARE`, so that one explosion does not count.
+twice the variance. Its mean leaves out the largest of a full window, so that one explosion does not count.
 
 *What is slow.* After an explosion the likelihood ratio keeps its weight for one or two windows; else there is no delay.
 
@@ -34,7 +34,6 @@ from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import CELLS
 
 SHORTER = 10  # how many times shorter the second window is
-RARE = 100  # the guard leaves out one call of so many
 NONE = float(np.finfo(np.float32).max)  # where no change is known: no NaN, at which `jax_debug_nans` would stop
 
 
@@ -62,7 +61,7 @@ class AdaptiveState(NamedTuple):
             raise ValueError("only an ap.adaptive(..., by_state=True) has a guard, and this state is of one without")
         known = self.changes[:, :1] != NONE
         calls, ordered = jnp.sum(known), jnp.sort(jnp.where(known, self.changes, jnp.inf), axis=0)
-        left = jnp.arange(len(self.changes)) < calls - calls // RARE
+        left = jnp.arange(len(self.changes)) < calls - calls // len(self.changes)
         sizes = jax.nn.logsumexp(jnp.where(left[:, None], ordered, -jnp.inf), axis=0)
         # A gradient that was not finite may be so again, and would spoil all that comes after.
         return (sizes[0] < sizes[1]) & ~jnp.any(jnp.isposinf(self.changes[:, 0]))
