@@ -202,8 +202,9 @@ def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
     program, start, moving = trace(function, x)[0], frozenset({(WIRED, "")}), set[str]()
 
     def through(eqn, facts):
-        name, together = eqn.primitive.name, NOTHING.union(*facts)
-        if nested(eqn) is not None:
+        name, together, inside = eqn.primitive.name, NOTHING.union(*facts), nested(eqn)
+        if inside is not None:  # a scan over the array carries what it holds from entry to entry
+            moving.update({name} if inside.kind == "scan" and any(facts[sum(inside.counts[:2]) :]) else ())
             return None
         moving.update({name} - WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
         chosen = name in NO_DERIVATIVE and together  # by the array's values

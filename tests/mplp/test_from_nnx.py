@@ -284,11 +284,12 @@ def test_a_layer_is_what_its_node_is():
 def test_messages_go_where_a_function_moves_elements():
     """A linear function that moves them has no place, also where it keeps the shape; any other that does has one."""
     moving = [lambda x: x[:, ::-1], lambda x: jnp.swapaxes(x, 1, 2), lambda x: jnp.roll(x, 1, 1), lambda x: x[:, :2]]
+    moving.insert(0, lambda x: jax.lax.scan(lambda before, x: (x, before), jnp.zeros((4, 4)), x)[1])
     others = [nnx.leaky_relu, jnp.sign, lambda x: jnp.where(x > 0, x, 0.0), lambda x: x + 1.0, nnx.log_softmax]
     others.append(lambda x: x + jnp.cumsum(jnp.ones(4)))
     network, params = network_of(nnx.Sequential(*moving, *others))
     batch = jnp.ones((2, 4, 4)), jnp.ones((2, 2, 4))
-    wanted = [*(f"{i}_activation" for i in range(4, 10)), "loss"]
+    wanted = [*(f"{i}_activation" for i in range(5, 11)), "loss"]
     assert [site.name for site in mplp.sites(network, params, batch)] == wanted
 
 

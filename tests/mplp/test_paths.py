@@ -111,6 +111,7 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "over its width": lambda a: a / jnp.asarray(a.shape[-1], jnp.float32),
     "over the root of its size": lambda a: a / jnp.sqrt(jnp.asarray(a.size, jnp.float32)),
     "over a root that a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, a.shape[-1] ** -0.5),
+    "times the number of its axes, which a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, float(a.ndim)),
     "over an array of a root": lambda a: a / np.full((1,) * a.ndim, a.shape[-1] ** 0.5),
     "and mixed up": lambda a: a.T.reshape(a.shape),
     "and rolled as a whole": lambda a: jnp.roll(a, 1),
