@@ -148,8 +148,8 @@ def _figure(config, rows):
                 style = {"color": method.colour, "alpha": size, "label": name if size == 1 else None}
                 ax.scatter(place, values, s=22, marker="o" if size < 1 else "_", **style)
         ax.set(yscale="log", xlabel="policy", ylabel="squared error", title=f"after {stage} steps")
-        ax.set_xticks(sorted({r["policy"] for r in rows}))
-    axes[0, -1].legend()
+        ax.locator_params(axis="x", integer=True)
+    figure.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 
