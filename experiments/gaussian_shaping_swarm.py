@@ -42,11 +42,7 @@ GAINS += (("GS-TP", "TP"), ("GS-TP", "RP"), ("GR", "RP"))
 SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
 
 
-class Config(
-    harness.Config,
-    least={"widths": 0, "lanes": 2, "estimates": 2, "reference": 2},
-    among={"swarms": SWARMS},
-):
+class Config(harness.Config, least={"widths": 0, "lanes": 2, "estimates": 2, "reference": 2}, among={"swarms": SWARMS}):
     """Options of this experiment."""
 
     swarms: tuple[str, ...] = ("broad",)  # names in `SWARMS`.
