@@ -96,7 +96,8 @@ def fit(
             raise
         raise TypeError(
             f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with activations between them. "
-            f'Give fit a rule of your own, or write a function of nodes ("A layer of your own"). Of the model: {error}'
+            'Take "convnets" for two convolutions and a dense layer, "sequences" for an nnx.RNN and a dense layer, or '
+            f'your own rule and a function of nodes ("A layer of your own"). Of the model: {error}'
         ) from error
     batches = _batches(data, steps, loss)
     first = next(batches)
