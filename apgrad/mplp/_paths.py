@@ -86,8 +86,10 @@ class Walk:
     # For each node that is inside a call the part and the fact of what it takes.
     entered: dict[str, list[tuple[str, Fact]]] = dataclasses.field(default_factory=dict)
     parameters: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)  # their origins, node by node
-    # For each variable that is a parameter the equations in which nodes take it.
-    taken: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
+    # For each variable that is a parameter the equations in which nodes take it, each with its way in.
+    taken: dict[Any, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    # For each view, and input of a program in an equation, the variable or number it comes from, and the way in.
+    outside: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:
         name, together = eqn.primitive.name, NOTHING.union(*facts)
@@ -98,18 +100,31 @@ class Walk:
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, self.of_constant, held=_held)
         inside = nested(eqn)
+        # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
+        for program in inside.jaxprs if inside is not None and inside.kind != "cond" else ():
+            for inner, outer in zip(reversed(program.jaxpr.invars), reversed(eqn.invars), strict=False):
+                atom, way = self.source(outer)
+                self.outside[inner] = atom, (id(eqn), *way)
         if inside is not None and together and not (inside.kind == "cond" and UNLIKE in facts[0]):
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
             return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
+        if name in VIEW:
+            self.outside[eqn.outvars[0]] = self.source(eqn.invars[0])
         if name in IDENTITY:
             return facts
         before, after = (any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars))
         last = {v.aval.shape[-1:] for v in (*eqn.invars, *eqn.outvars)} == {(self.size,)}
-        made = _made(eqn, facts, together, before and not (last if name == "reshape" else after), self.size)
+        lost = before and not (last if name == "reshape" else after)
+        factors = [self.source(v)[0] for v in eqn.invars] if name in ("mul", "div") else []
+        factors = [factor.val for factor in factors if isinstance(factor, Literal)]
+        made = _made(eqn, facts, together, lost, self.size, factors)
         if after and not before and name != "broadcast_in_dim":
             made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
+
+    def source(self, atom: Any) -> tuple[Any, tuple[int, ...]]:
+        return (atom, ()) if isinstance(atom, Literal) else self.outside.get(atom, (atom, ()))
 
     def of_constant(self, value: Any) -> Fact:
         """UNLIKE for an array as wide as a message, and for a number that has the size in it, or in its square."""
@@ -122,9 +137,9 @@ class Walk:
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
-            # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
-            taken = self.taken.setdefault(eqn.invars[0], set())
-            taken.add(id(eqn))
+            variable, way = self.source(eqn.invars[0])
+            taken = self.taken.setdefault(variable, set())
+            taken.add((id(eqn), *way))
             copied = where in self.mapped and not eqn.params["mapped"]
             if HELD in fact or copied or len(taken) > 1:
                 self.repeated[where] = None
@@ -203,8 +218,9 @@ def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
 
     def through(eqn, facts):
         name, together, inside = eqn.primitive.name, NOTHING.union(*facts), nested(eqn)
-        if inside is not None:  # a scan over the array carries what it holds from entry to entry
-            moving.update({name} if inside.kind == "scan" and any(facts[sum(inside.counts[:2]) :]) else ())
+        if inside is not None:  # what a scan over the array carries goes from entry to entry
+            carries = inside.kind == "scan" and inside.counts[1] > 0
+            moving.update({name} if carries and any(facts[sum(inside.counts[:2]) :]) else ())
             return None
         moving.update({name} - WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
         chosen = name in NO_DERIVATIVE and together  # by the array's values
@@ -222,7 +238,7 @@ def _unlike(some, others):
     return tuple(i for i, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
 
 
-def _made(eqn, facts, together, lost=False, size=-1):
+def _made(eqn, facts, together, lost=False, size=-1, factors=()):
     """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers.
 
     Axes are counted without the one of the components, which a port has beside those of its value.
@@ -244,7 +260,6 @@ def _made(eqn, facts, together, lost=False, size=-1):
     if linear and name in VIEW and name not in AXES:
         return together
     axes = [axis - (axis > components) for axis in axes]
-    factors = [v.val for v in eqn.invars if isinstance(v, Literal)] if name in ("mul", "div") else []
     function = f"{name} along {axes} by {factors}" if linear else NONLINEAR
     return together | {(origin, function) for origin, _ in together - {PORT, UNLIKE}}
 

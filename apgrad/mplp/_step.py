@@ -13,7 +13,7 @@ import optax
 from apgrad._ground.arguments import whole
 from apgrad._ground.port import port
 from apgrad._ground.warning import warn
-from apgrad._programs.jaxprs import inlined
+from apgrad._programs.jaxprs import trace
 from apgrad.mplp._paths import require_messages
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
@@ -213,7 +213,7 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
     """The network's places, where all that it depends on comes back as a message."""
     axes = {n for x in jax.tree.leaves((params, batch)) for n in jnp.shape(x)}
     size = next(n for n in itertools.count(1009, 2) if n not in axes)  # so that nothing fits it by chance
-    loss_of = lambda places: inlined(lambda p, ports: _run(network, places, p, ports, batch)[0], params, port(params))
+    loss_of = lambda places: trace(lambda p, ports: _run(network, places, p, ports, batch)[0], params, port(params))[0]
     places = Places(rule, forward=size)
     try:
         program = loss_of(places)

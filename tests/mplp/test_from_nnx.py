@@ -286,10 +286,10 @@ def test_messages_go_where_a_function_moves_elements():
     moving = [lambda x: x[:, ::-1], lambda x: jnp.swapaxes(x, 1, 2), lambda x: jnp.roll(x, 1, 1), lambda x: x[:, :2]]
     moving.insert(0, lambda x: jax.lax.scan(lambda before, x: (x, before), jnp.zeros((4, 4)), x)[1])
     others = [nnx.leaky_relu, jnp.sign, lambda x: jnp.where(x > 0, x, 0.0), lambda x: x + 1.0, nnx.log_softmax]
-    others.append(lambda x: x + jnp.cumsum(jnp.ones(4)))
+    others += [lambda x: x + jnp.cumsum(jnp.ones(4)), lambda x: jax.lax.map(lambda row: 2 * row, x)]
     network, params = network_of(nnx.Sequential(*moving, *others))
     batch = jnp.ones((2, 4, 4)), jnp.ones((2, 2, 4))
-    wanted = [*(f"{i}_activation" for i in range(5, 11)), "loss"]
+    wanted = [*(f"{i}_activation" for i in range(5, 12)), "loss"]
     assert [site.name for site in mplp.sites(network, params, batch)] == wanted
 
 

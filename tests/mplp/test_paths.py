@@ -94,6 +94,7 @@ in_a_branch = lambda n, remake, pair: jax.lax.cond(n.x[0, 0] < 1, remake, lambda
 weight_again = lambda n: in_a_branch(n, lambda w: mplp.parameter(w.value), n.p["w"])
 added = lambda n, pair: each(jnp.add, n.at.signal(pair.value), pair)
 biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
+CALLED = "times the number of its axes, which a call takes"
 LAST = {  # of a port the components of a message are the last axis, of one component here
     "backwards": lambda a: a[..., ::-1],
     "and shifted": lambda a: jnp.roll(a, 1, axis=-1),
@@ -111,7 +112,8 @@ LAST = {  # of a port the components of a message are the last axis, of one comp
     "over its width": lambda a: a / jnp.asarray(a.shape[-1], jnp.float32),
     "over the root of its size": lambda a: a / jnp.sqrt(jnp.asarray(a.size, jnp.float32)),
     "over a root that a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, a.shape[-1] ** -0.5),
-    "times the number of its axes, which a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, float(a.ndim)),
+    CALLED: lambda a: jax.jit(lambda a, c: a * c)(a, float(a.ndim)),
+    "times it in a loop": lambda a: jax.lax.scan(lambda a, _: (LAST[CALLED](a), None), a, None, 1)[0],
     "over an array of a root": lambda a: a / np.full((1,) * a.ndim, a.shape[-1] ** 0.5),
     "and mixed up": lambda a: a.T.reshape(a.shape),
     "and rolled as a whole": lambda a: jnp.roll(a, 1),
@@ -220,7 +222,9 @@ AGAIN = {
     "a scan in a scan": lambda n: nested(n, both(n)),
     "copies under vmap": lambda n: copies(n, n.p["w"]),
     "one node twice": lambda n: n.dense("1", n.dense()),
+    "a call twice": lambda n: recomputed(n)("1", recomputed(n)("1", n.dense("2", w=n.p["v"]), n.p["w"]), n.p["w"]),
     "two nodes": lambda n: n.dense("1", n.dense("2")),
+    "a transpose": lambda n: n.dense("1", n.dense("2"), each(lambda a: jnp.swapaxes(a, 0, 1), n.p["w"])),
 }
 ONCE = {
     "two parameters": lambda n: n.dense("1", n.dense("2", w=n.p["v"])),
