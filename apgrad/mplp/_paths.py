@@ -8,6 +8,7 @@ comes from, and the functions on the way. Where a node is entered, a value must 
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,7 +109,12 @@ class Walk:
         if inside is not None and together and not (inside.kind == "cond" and UNLIKE in facts[0]):
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
-            return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
+            if pair and name.startswith("custom_vjp"):
+                return [together - {DENSE}] * len(eqn.outvars)
+            if inside.kind in ("scan", "cond"):  # how often, or which
+                function = f"{name} of {inside.length} by {self.numbers(eqn.invars[:1])}"
+                facts[:] = [fact | _by(function, fact) for fact in facts]  # with which the walk goes inside
+            return None
         if name in VIEW:
             self.outside[eqn.outvars[0]] = self.source(eqn.invars[0])
         if name in IDENTITY:
@@ -116,8 +122,7 @@ class Walk:
         before, after = (any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars))
         last = {v.aval.shape[-1:] for v in (*eqn.invars, *eqn.outvars)} == {(self.size,)}
         lost = before and not (last if name == "reshape" else after)
-        factors = [self.source(v)[0] for v in eqn.invars] if name in ("mul", "div") else []
-        factors = [factor.val for factor in factors if isinstance(factor, Literal)]
+        factors = self.numbers(eqn.invars) if name in ("mul", "div") else []
         made = _made(eqn, facts, together, lost, self.size, factors)
         if after and not before and name != "broadcast_in_dim":
             made |= {UNLIKE}
@@ -125,6 +130,9 @@ class Walk:
 
     def source(self, atom: Any) -> tuple[Any, tuple[int, ...]]:
         return (atom, ()) if isinstance(atom, Literal) else self.outside.get(atom, (atom, ()))
+
+    def numbers(self, atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val for atom, _ in map(self.source, atoms) if isinstance(atom, Literal)]
 
     def of_constant(self, value: Any) -> Fact:
         """UNLIKE for an array as wide as a message, and for a number that has the size in it, or in its square."""
@@ -256,12 +264,30 @@ def _made(eqn, facts, together, lost=False, size=-1, factors=()):
     axes = np.ravel(AXES[name](eqn) if name in AXES else ()).tolist()
     if name == "dot_general":
         axes = [axis for of_both in eqn.params["dimension_numbers"] for axis in of_both[bool(facts[1])]]
-    linear = linear and not lost and components not in axes
-    if linear and name in VIEW and name not in AXES:
+    if not linear or lost or components in axes:
+        return together | _by(NONLINEAR, together)
+    view = name in VIEW and name not in AXES
+    operand = next(v for v, fact in zip(eqn.invars, facts, strict=True) if fact)
+    ends = [[n for n in v.aval.shape if n != size and not (view and n == 1)] for v in (operand, eqn.outvars[0])]
+    how: list[Any] = [axis - (axis > components) for axis in axes]
+    if name == "transpose":  # axes of other sizes are told apart by them
+        pairs = [(i, j) for i, j in itertools.combinations(eqn.params["permutation"], 2) if i > j]
+        how = [[i - (i > components) for i in pair] for pair in pairs if shape[pair[0]] == shape[pair[1]] > 1]
+    elif name == "broadcast_in_dim":
+        wide = eqn.outvars[0].aval.shape
+        how = [axis - (size in wide[:axis]) for axis in eqn.params["broadcast_dimensions"] if wide[axis] != size]
+    elif name == "slice":
+        bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+        how = [bound for axis, bound in enumerate(bounds) if axis != components]
+    if name in ("transpose", "dot_general"):  # a product may order the axes of a port otherwise than those of its value
+        ends = [sorted(end) for end in ends]
+    if view and ends[0] == ends[1] and not (name == "transpose" and how):
         return together
-    axes = [axis - (axis > components) for axis in axes]
-    function = f"{name} along {axes} by {factors}" if linear else NONLINEAR
-    return together | {(origin, function) for origin, _ in together - {PORT, UNLIKE}}
+    return together | _by(f"{name} of {ends[0]} to {ends[1]} along {how} by {factors}", together)
+
+
+def _by(function, fact):
+    return {(origin, function) for origin, _ in fact - {PORT, UNLIKE}}
 
 
 def _origins(fact):

@@ -95,12 +95,17 @@ weight_again = lambda n: in_a_branch(n, lambda w: mplp.parameter(w.value), n.p["
 added = lambda n, pair: each(jnp.add, n.at.signal(pair.value), pair)
 biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
 CALLED = "times the number of its axes, which a call takes"
-LAST = {  # of a port the components of a message are the last axis, of one component here
+LAST = {  # of a port, which has one axis more, the components of a message are the last, of one component here
     "backwards": lambda a: a[..., ::-1],
     "and shifted": lambda a: jnp.roll(a, 1, axis=-1),
     "and added up, transposed": lambda a: jnp.cumsum(a.T, axis=0).T,
     "and added up": lambda a: jnp.cumsum(a, axis=-1),
     "less its mean": lambda a: a - jnp.mean(a, axis=-1, keepdims=True),
+    "and added up between two swaps": lambda a: jnp.cumsum(a.swapaxes(0, -2), axis=0).swapaxes(0, -2),
+    "and turned, of one size": lambda a: (a[:3] - a[:3].swapaxes(0, -2)).sum(axis=0) + a,
+    "less its second axis from the end": lambda a: a - a[..., :1, :],
+    "less one that its shape numbers": lambda a: a - a[a.ndim :][:1],
+    "doubled for each of its axes": lambda a: jax.lax.fori_loop(0, a.ndim, lambda _, a: 2 * a, a),
     "and transformed": lambda a: jnp.fft.fft(a).real,
     "and cut": lambda a: a.at[..., 0].set(0.0),
     "and cut by a slice": lambda a: jax.lax.dynamic_update_slice_in_dim(a, 0 * a[..., :1], 0, -1),
@@ -169,6 +174,9 @@ RIGHT = {
     "a comparison in the loss": beside(lambda n, first, last: jnp.mean(jnp.where(first.value > 0, 1.0, 2.0))),
     "data": lambda n: n.loss(n.dense(signal=n.at.signal(n.x + jax.lax.stop_gradient(n.p["pos"].value)))),
     "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
+    "a new axis of a signal, moved": lambda n: n.loss(
+        each(lambda a: jnp.moveaxis(a[..., None, :], -2, 0)[0], n.dense())
+    ),
     "a slice of a signal": lambda n: n.loss(each(lambda a: a[:2], n.dense()), n.y[:2]),
     "a signal along its features": lambda n: n.loss(
         each(lambda a: (jnp.take(a, jnp.arange(3)[::-1], 1) - a[:, ::-1].mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
