@@ -7,6 +7,7 @@ they differ again. A program inside a primitive that is not known here is refuse
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from apgrad._programs.evaluation import Program, caller, evaluate, opened, scope
 from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
-__all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "rebuild"]
+__all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "own_rule_of", "rebuild"]
 __all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying", "where_it_goes"]
 
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
@@ -219,22 +220,28 @@ def _with_rule(shards: Shards, eqn: Any, function: Callable[[Program], Any]) -> 
     """A `custom_jvp` function of a mapped program; its rule is traced within the mesh, where it stands."""
     params = Parameters(eqn)
     call = jax.custom_jvp(function(opened(params["call_jaxpr"])))
-    found: list[Any] = []
+    found: list[Program] = []
 
     def within():
-        found.append(params["jvp_jaxpr_fun"].call_wrapped(*[False] * (len(eqn.invars) - params["num_consts"])))
+        found.append(_rule(eqn))
         return ()
 
     @call.defjvp
     def rule(primals, tangents):
         options: dict[str, Any] = {"mesh": shards.mesh, "axis_names": set(shards.axes), "check_vma": shards.check_vma}
         jax.eval_shape(jax.shard_map(within, in_specs=(), out_specs=(), **options))
-        jaxpr, consts, _ = found.pop()
         given = [x for values in (primals, tangents) for x in values[params["num_consts"] :]]
-        outputs = function(Program(jaxpr, tuple(consts)))(*given)
+        outputs = function(found.pop())(*given)
         return outputs[: len(eqn.outvars)], outputs[len(eqn.outvars) :]
 
     return call
+
+
+def _rule(eqn: Any) -> Program:
+    """The program of a `custom_jvp` function's rule, of inputs and tangents."""
+    params = Parameters(eqn)
+    jaxpr, consts, _ = params["jvp_jaxpr_fun"].call_wrapped(*[False] * (len(eqn.invars) - params["num_consts"]))
+    return Program(jaxpr, tuple(consts))
 
 
 def _untyped(value: Any) -> Any:
@@ -258,7 +265,15 @@ def all_equations(program: Program) -> Iterator[Any]:
 
 
 def has_own_rule(program: Program) -> bool:
-    return any(eqn.primitive.name.startswith("custom_vjp") for eqn in all_equations(program))
+    """Whether a `custom_vjp` function is inside, or its tangent."""
+    names = (eqn.primitive.name for eqn in all_equations(program))
+    return any(name.startswith("custom_vjp") or name == "custom_lin" for name in names)
+
+
+def own_rule_of(eqn: Any) -> bool:
+    """Whether a `custom_vjp` function is inside an equation, or in the rule of a `custom_jvp` function that it is."""
+    program = Program(SimpleNamespace(eqns=[eqn]), ())
+    return has_own_rule(program) or (eqn.primitive.name == "custom_jvp_call" and has_own_rule(_rule(eqn)))
 
 
 def require_known(eqn: Any, doing: str) -> None:

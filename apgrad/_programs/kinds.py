@@ -59,6 +59,7 @@ LINEAR_IN = {
     "gather": (0,),
     "scatter": (0, 2),
     "scatter-add": (0, 2),
+    "scatter-mul": (0,),
     "scatter-sub": (0, 2),
     "select_and_scatter_add": (0,),
     "tap_message": (0,),

@@ -66,10 +66,9 @@ def make_plan(
     made = linearity(back, kept + [LINEAR] * len(messages)) if rules else []
     if not {ZERO, LINEAR}.issuperset(made):
         raise TypeError(
-            f"cannot randomize a function with derivative rules inside ({', '.join(sorted(set(rules)))}), of which one "
-            "has a custom_vjp whose backward pass is not linear in the message, or cannot be seen to be, as those of "
-            "total propagation, MPLP, clipping and adaptive solvers (odeint) are not: it would be biased. Put "
-            "ap.randomize around other parts."
+            f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
+            "backward pass is not linear in the message, or cannot be seen to be, as those of total propagation, MPLP, "
+            "clipping and adaptive solvers (odeint) are not: it would be biased. Put ap.randomize around other parts."
         )
     graph = PullbackGraph(back, len(leaves))
     for eqn in graph.backward:

@@ -238,11 +238,11 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: Largest | None = 
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
-        if not size:
+        if not size or not coefficient.shape:
             return None
         of_all_steps = size * max(coefficient.count, 1)
         few = size < min(64, min_size) or of_all_steps < min_size
-        chosen = None if few or not coefficient.shape else choose(coefficient)
+        chosen = None if few else choose(coefficient)
         case = "few" if few else "exact" if chosen is None else "sampled"
         sizes[case] = max(sizes.get(case, (0, "")), (of_all_steps, coefficient.name))
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
@@ -368,8 +368,7 @@ def _own_rules(program: Program, where: str) -> list[str]:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
         if inside is not None and inside.kind == "call":
             found += _own_rules(inside.jaxprs[0], here)
-        # The rule of any custom_jvp function may go through a custom_vjp function.
-        elif inside.kind == "custom" if inside else jaxprs.has_own_rule(jaxprs.part([eqn], [], [])):
+        elif (inside is None or inside.kind == "custom") and jaxprs.own_rule_of(eqn):
             found.append(repr(jaxprs.join(here, inside.label if inside else eqn.primitive.name)))
     return found
 

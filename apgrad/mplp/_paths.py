@@ -57,7 +57,8 @@ AXES: dict[str, Callable[[Any], Any]] = {
     "rev": lambda eqn: eqn.params["dimensions"],
 }
 AXES |= dict.fromkeys(
-    ("scatter", "scatter-add", "scatter-sub"), lambda eqn: eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    ("scatter", "scatter-add", "scatter-mul", "scatter-sub"),
+    lambda eqn: eqn.params["dimension_numbers"].scatter_dims_to_operand_dims,
 )
 
 

@@ -215,7 +215,7 @@ def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple
 
     function, primals = jaxprs.restrict(with_messages, inputs, chosen)
     tangents = [jnp.zeros_like(x) for x in primals]
-    if jaxprs.has_own_rule(jaxprs.part([eqn], [], [])):  # a custom_jvp rule may differentiate a custom_vjp function
+    if jaxprs.own_rule_of(eqn):  # a custom_jvp rule may differentiate a custom_vjp function
         floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
         back = jaxprs.trace(lambda x, m: jax.vjp(function, *x, has_aux=True)[1](m), primals, floats)[0]
         linear = _require_linear(back, pullback, floats, jaxprs.scope(eqn))

@@ -57,6 +57,7 @@ LINEAR = {
     "masked": lambda x, m: jnp.where(x > 0, m, 0.0),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * x, None), m, length=2)[0],
     "branch": lambda x, m: jax.lax.cond(jnp.sum(x) > 1, lambda m: m / 2, lambda m: m, m),
+    "scaled in part": lambda x, m: m.at[0].multiply(x[0, 0]),
     "sum": lambda x, m: jnp.broadcast_to(jnp.sum(m, 0), m.shape) / x.shape[0],
     "solve": lambda x, m: jnp.linalg.solve(jnp.eye(len(x)) + x @ x.T, m),
     "substitution": lambda x, m: jax.scipy.linalg.solve_triangular(jnp.eye(len(x)) + x @ x.T, m, lower=True),
@@ -76,7 +77,16 @@ def test_a_backward_pass_that_is_not_linear_is_refused(function):
 
 
 def test_a_rule_is_refused_for_what_its_tangents_alone_go_through():
-    refused(TypeError, "not linear in the message", gradient_shape, lambda w, x: jnp.sum(within(x @ w) @ w), W, X)
+    function = lambda w: jnp.sum(within(X @ w) @ w)
+    refused(TypeError, "not linear in the message", gradient_shape, function, W)
+    refused(TypeError, "not linear in the message", ap.semiring_grad(function, ap.tracing.ordinary()), W)
+
+
+def test_a_rule_without_a_custom_vjp_is_not_looked_into():
+    """A sum over devices is not known to be linear."""
+    summed = lambda w, x: jnp.sum(jax.lax.psum(jax.nn.relu(x @ w), "devices") @ w)
+    copies = jax.vmap(lambda x: gradient_shape(summed, W, x) and x, axis_name="devices")
+    assert jax.eval_shape(copies, X[None]).shape == X[None].shape
 
 
 def test_zeros_that_are_kept_in_forward_are_a_message():
@@ -246,6 +256,8 @@ def test_a_sampler_that_is_never_called_is_a_warning():
     trace(min_size=0)  # no warning, nor where one is chosen
     trace(sampler=lambda coefficient: R.rounding(4) if "chain" in coefficient.name else None, min_size=0)
     trace(sampler=None, min_size=512, budget_bytes=10_000)
+    powers = lambda w, x: jax.lax.scan(lambda c, _: (jnp.sin(c * w), None), x, length=600)[0]
+    gradient_shape(powers, 1.0, 1.0, sampler=lambda coefficient: R.rounding(4))  # nor of numbers, which are not sampled
 
 
 def test_boundaries_without_a_block_are_a_warning():
