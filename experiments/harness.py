@@ -87,13 +87,14 @@ class Config:
     checks: ClassVar[dict[str, Any]] = {"least": {"seed": 0}}
 
     def __init_subclass__(cls, **checks: Any):
-        """A class names options with another `least` than above 0, that are a `multiple`, or `among` what is known."""
+        """A class names options that have another `least` than above 0, are a `multiple`, or `among` what is known."""
         dataclasses.dataclass(frozen=True)(cls)
         cls.checks = cls.checks | {kind: cls.checks.get(kind, {}) | of for kind, of in checks.items()}
 
     def __post_init__(self):
-        """Refuses options that are not what the class has said: each of a tuple, and none of numbers or names."""
-        for name, default in ((field.name, field.default) for field in dataclasses.fields(self)):
+        """Refuses options that are not what the class has said. Only a tuple of tuples may be empty, or by default."""
+        for field in dataclasses.fields(self):
+            name, default = field.name, field.default
             least, each = self.checks["least"].get(name), self._each(name)
             numbers = [n for n in each if isinstance(n, int | float) and not isinstance(n, bool)]
             if not all(n > 0 if least is None else n >= least for n in numbers):

@@ -115,18 +115,21 @@ def randomize(
                     f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
                     f"and the largest that may be sampled has {largest}. Give randomize min_size=0 to sample all.",
                 )
-            elif boundaries is None and _chooses(sampler) and "exact" in sizes and "sampled" not in sizes:
-                largest, name = sizes["exact"]
-                warn(
-                    "nothing is sampled: the function that chooses samplers gave None for every array, the largest of "
-                    f"which is {name!r} with {largest} entries. Let it give a sampler for some name, shape or dtype."
-                )
             elif boundaries is not None and not of_blocks.keys() - {"few"}:
                 warn(
                     "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and "
                     f"no block has such an input of at least min_size={min_size} entries that is no argument of the "
                     "function. Put jax.checkpoint around a part of the function, or leave boundaries out."
                 )
+            # Who gives boundaries may want nothing else sampled.
+            alone = None if boundaries else sampler
+            for what, given, known in (("sampler", alone, sizes), ("boundaries", boundaries, of_blocks)):
+                if _chooses(given) and known.keys() - {"few"} == {"exact"}:
+                    largest, name = known["exact"]
+                    warn(
+                        f"{what}= has no effect: the function gave None for every array, the largest of which is "
+                        f"{name!r} with {largest} entries. Let it give a sampler for some name, shape or dtype."
+                    )
             return plan
 
         return made.stretch(*stretch, make=make)

@@ -251,7 +251,7 @@ def test_a_sampler_that_is_never_called_is_a_warning():
     trace = functools.partial(gradient_shape, loss, jnp.ones((6, 4)), jnp.ones((20, 6)))
     with pytest.warns(UserWarning, match=r"nothing is sampled: .* min_size=512 .* the largest .* has 80"):
         trace(min_size=512)
-    with pytest.warns(UserWarning, match=r"nothing is sampled: .* None for every array, .* 'chain.*' with 80 "):
+    with pytest.warns(UserWarning, match=r"sampler= has no effect: .* None for every array, .* 'chain.*' with 80 "):
         trace(sampler=lambda coefficient: R.rounding(4) if "misspelt" in coefficient.name else None, min_size=0)
     trace(min_size=0)  # no warning, nor where one is chosen
     trace(sampler=lambda coefficient: R.rounding(4) if "chain" in coefficient.name else None, min_size=0)
@@ -263,7 +263,7 @@ def test_a_sampler_that_is_never_called_is_a_warning():
 def test_boundaries_without_a_block_are_a_warning():
     def trace(block, **options):
         function = lambda w, x: jnp.sum(block(w, jnp.sin(x)) ** 2)
-        gradient_shape(function, jnp.ones((6, 4)), jnp.ones((20, 6)), boundaries=R.rounding(4), **options)
+        gradient_shape(function, jnp.ones((6, 4)), jnp.ones((20, 6)), **{"boundaries": R.rounding(4)} | options)
 
     layer = lambda w, x: jnp.tanh(x @ w)
     policy = jax.checkpoint_policies.everything_saveable
@@ -278,6 +278,8 @@ def test_boundaries_without_a_block_are_a_warning():
             trace(block, **options)
     trace(jax.checkpoint(layer), min_size=0)  # no warning, nor where None is chosen
     trace(jax.checkpoint(layer), min_size=0, sampler=lambda coefficient: None)
+    with pytest.warns(UserWarning, match=r"boundaries= has no effect: .* None for every array, .* with 120 "):
+        trace(jax.checkpoint(layer), min_size=0, boundaries=lambda coefficient: None)
 
 
 def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
