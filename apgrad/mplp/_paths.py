@@ -125,7 +125,7 @@ class Walk:
         lost = before and not (last if name == "reshape" else after)
         factors = self.numbers(eqn.invars) if name in ("mul", "div") else []
         made = _made(eqn, facts, together, lost, self.size, factors)
-        if after and not before and name != "broadcast_in_dim":
+        if before != after and name != "broadcast_in_dim":
             made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 

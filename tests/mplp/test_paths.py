@@ -119,6 +119,7 @@ LAST = {  # of a port, which has one axis more, the components of a message are 
     "over a root that a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, a.shape[-1] ** -0.5),
     CALLED: lambda a: jax.jit(lambda a, c: a * c)(a, float(a.ndim)),
     "times it in a loop": lambda a: jax.lax.scan(lambda a, _: (LAST[CALLED](a), None), a, None, 1)[0],
+    "over the sum of its ones": lambda a: a / jnp.sum(jnp.ones_like(a)),
     "over an array of a root": lambda a: a / np.full((1,) * a.ndim, a.shape[-1] ** 0.5),
     "and mixed up": lambda a: a.T.reshape(a.shape),
     "and rolled as a whole": lambda a: jnp.roll(a, 1),
