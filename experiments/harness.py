@@ -94,8 +94,8 @@ class Config:
     def __post_init__(self):
         """Refuses options that are not what the class has said. Only a tuple of tuples may be empty, or by default."""
         for field in dataclasses.fields(self):
-            name, default = field.name, field.default
-            least, each = self.checks["least"].get(name), self._each(name)
+            name = field.name
+            least, each, default = self.checks["least"].get(name), self._each(name), getattr(type(self), name)
             numbers = [n for n in each if isinstance(n, int | float) and not isinstance(n, bool)]
             if not all(n > 0 if least is None else n >= least for n in numbers):
                 words = "positive" if least is None else f"at least {least}"

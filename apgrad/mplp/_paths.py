@@ -248,10 +248,7 @@ def _unlike(some, others):
 
 
 def _made(eqn, facts, together, lost=False, size=-1, factors=()):
-    """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers.
-
-    Axes are counted without the one of the components, which a port has beside those of its value.
-    """
+    """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers."""
     name = eqn.primitive.name
     if not together or name in NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
@@ -260,31 +257,40 @@ def _made(eqn, facts, together, lost=False, size=-1, factors=()):
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
     if name in LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
-    shape = eqn.invars[bool(name == "dot_general" and facts[1])].aval.shape
-    components = shape.index(size) if size in shape else len(shape)
-    axes = np.ravel(AXES[name](eqn) if name in AXES else ()).tolist()
     if name == "dot_general":
+        shape = eqn.invars[bool(facts[1])].aval.shape
         axes = [axis for of_both in eqn.params["dimension_numbers"] for axis in of_both[bool(facts[1])]]
+    else:
+        shape, axes = eqn.invars[0].aval.shape, np.ravel(AXES[name](eqn) if name in AXES else ()).tolist()
+    components = shape.index(size) if size in shape else len(shape)
     if not linear or lost or components in axes:
         return together | _by(NONLINEAR, together)
-    view = name in VIEW and name not in AXES
-    operand = next(v for v, fact in zip(eqn.invars, facts, strict=True) if fact)
-    ends = [[n for n in v.aval.shape if n != size and not (view and n == 1)] for v in (operand, eqn.outvars[0])]
+    operand = next(v.aval.shape for v, fact in zip(eqn.invars, facts, strict=True) if fact)
+    way = _way(eqn, operand, axes, components, size)
+    return together | (_by(f"{name} {way} by {factors}", together) if way else NOTHING)
+
+
+def _way(eqn, operand, axes, components, size):
+    """What a linear equation does to the axes of its operand, a shape; nothing, if it leaves them in their order.
+
+    Axes are counted without that of the components, which a port has beside those of its value.
+    """
+    name, wide = eqn.primitive.name, eqn.outvars[0].aval.shape
     how: list[Any] = [axis - (axis > components) for axis in axes]
     if name == "transpose":  # axes of other sizes are told apart by them
-        pairs = [(i, j) for i, j in itertools.combinations(eqn.params["permutation"], 2) if i > j]
-        how = [[i - (i > components) for i in pair] for pair in pairs if shape[pair[0]] == shape[pair[1]] > 1]
+        swapped = [pair for pair in itertools.combinations(eqn.params["permutation"], 2) if pair[0] > pair[1]]
+        how = [[i - (i > components) for i in pair] for pair in swapped if operand[pair[0]] == operand[pair[1]] > 1]
     elif name == "broadcast_in_dim":
-        wide = eqn.outvars[0].aval.shape
         how = [axis - (size in wide[:axis]) for axis in eqn.params["broadcast_dimensions"] if wide[axis] != size]
     elif name == "slice":
         bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
         how = [bound for axis, bound in enumerate(bounds) if axis != components]
+    view = name in VIEW and name not in AXES
+    ends = [[n for n in shape if n != size and not (view and n == 1)] for shape in (operand, wide)]
     if name in ("transpose", "dot_general"):  # a product may order the axes of a port otherwise than those of its value
         ends = [sorted(end) for end in ends]
-    if view and ends[0] == ends[1] and not (name == "transpose" and how):
-        return together
-    return together | _by(f"{name} of {ends[0]} to {ends[1]} along {how} by {factors}", together)
+    same = view and ends[0] == ends[1] and not (name == "transpose" and how)
+    return "" if same else f"of {ends[0]} to {ends[1]} along {how}"
 
 
 def _by(function, fact):
