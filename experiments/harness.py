@@ -87,12 +87,12 @@ class Config:
     checks: ClassVar[dict[str, Any]] = {"least": {"seed": 0}}
 
     def __init_subclass__(cls, **checks: Any):
-        """A class names options that have another `least` than above 0, are a `multiple`, or `among` what is known."""
+        """A class names options that have a `least` (else above 0), are a `multiple`, or are `among` what is known."""
         dataclasses.dataclass(frozen=True)(cls)
         cls.checks = cls.checks | {kind: cls.checks.get(kind, {}) | of for kind, of in checks.items()}
 
     def __post_init__(self):
-        """Refuses options that are not what the class has said. Only a tuple of tuples may be empty, or by default."""
+        """Refuses options that are not what the class says. A tuple of numbers or names is empty only by default."""
         for field in dataclasses.fields(self):
             name = field.name
             least, each, default = self.checks["least"].get(name), self._each(name), getattr(type(self), name)

@@ -72,11 +72,11 @@ def require_call(what: str, function: Callable[..., Any], names: Sequence[str], 
 
 
 @contextlib.contextmanager
-def noted(text: str) -> Iterator[None]:
-    """Adds a line to errors within: what of the user's is called there, and how."""
+def noted(text: str, kinds: Any = Exception) -> Iterator[None]:
+    """Adds a line to errors of these kinds within it, such as what of the user's is called there, and how."""
     try:
         yield
-    except Exception as error:
+    except kinds as error:
         error.add_note(text)
         raise
 

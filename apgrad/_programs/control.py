@@ -7,7 +7,6 @@ they differ again. A program inside a primitive that is not known here is refuse
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -266,14 +265,17 @@ def all_equations(program: Program) -> Iterator[Any]:
 
 def has_own_rule(program: Program) -> bool:
     """Whether a `custom_vjp` function is inside, or its tangent."""
-    names = (eqn.primitive.name for eqn in all_equations(program))
-    return any(name.startswith("custom_vjp") or name == "custom_lin" for name in names)
+    return any(map(_is_own_rule, all_equations(program)))
 
 
 def own_rule_of(eqn: Any) -> bool:
-    """Whether a `custom_vjp` function is inside an equation, or in the rule of a `custom_jvp` function that it is."""
-    program = Program(SimpleNamespace(eqns=[eqn]), ())
-    return has_own_rule(program) or (eqn.primitive.name == "custom_jvp_call" and has_own_rule(_rule(eqn)))
+    """Whether an equation is a `custom_vjp` function or has one inside, also in the rule of a `custom_jvp` function."""
+    rule = [_rule(eqn)] if eqn.primitive.name == "custom_jvp_call" else []
+    return _is_own_rule(eqn) or any(map(has_own_rule, [*inside_of(eqn), *rule]))
+
+
+def _is_own_rule(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("custom_vjp") or eqn.primitive.name == "custom_lin"
 
 
 def require_known(eqn: Any, doing: str) -> None:

@@ -9,7 +9,8 @@ and if the call's key is independent of all the keys that went into state and pa
 *By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`). A node sees
 its own variance, and not what cancels between nodes. Hence a *guard*: messages go back twice, with these weights and by
 reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
-twice the variance. Its mean leaves out the largest of a full window. (An explosion makes two: so it counts once.)
+twice the variance. The mean of a full window leaves out its largest change. An explosion makes two changes, before its
+call and after it, of which one counts.
 
 *What is slow.* After an explosion the likelihood ratio keeps its weight for one or two windows; else there is no delay.
 

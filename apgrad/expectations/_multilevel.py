@@ -77,7 +77,7 @@ def multilevel(
 
     Raises:
       ValueError: for fewer than two levels, or what is no number, or a window that is not finite or less than one call.
-      TypeError: at trace time, for a state that is none, or what returns no value with its gradient.
+      TypeError: at trace time, for what is no state of `init`, or a `value_and_grad` that returns no such pair.
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist

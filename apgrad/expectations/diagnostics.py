@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._ground import bias as _bias
+from apgrad._ground.arguments import noted as _noted
 from apgrad._ground.progress import progress_bar as _progress_bar
 from apgrad.expectations._adaptive import Adaptive as _Adaptive
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
@@ -273,10 +274,8 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
 def _doing(bar, what, name):
     bar.set_postfix_str(f"{what} {name}")
     try:
-        yield
-    except Exception as error:
-        error.add_note(f"This is of the objective {name!r} of ap.diagnostics.compare.")
-        raise
+        with _noted(f"This is of the objective {name!r} of ap.diagnostics.compare."):
+            yield
     finally:
         bar.update()
 

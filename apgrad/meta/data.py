@@ -78,7 +78,7 @@ def _load(name, size, folder):
     train, test = (_scale(x, size) for x in (data.x_train, data.x_test))
     mean, deviation = train.mean(), train.std()
     if not deviation > 0:
-        raise ValueError(f"the training images of {name} have all the same value, by which none can be standardized")
+        raise ValueError(f"the training images of {name} have all the same value, so that they cannot be standardized")
     data = data._replace(x_train=(train - mean) / deviation, x_test=(test - mean) / deviation)
     for array in data[2:]:
         array.setflags(write=False)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.arguments import noted
 from apgrad._ground.port import Signal
 from apgrad.mplp import _nodes as nodes
 from apgrad.mplp._layers import Apply, Layer, layer
@@ -42,15 +43,13 @@ class Sequential(NamedTuple):
         """The losses (batch, ...) of a minibatch, and `{"output": prediction}`, (batch, ...), as metrics."""
         x, y = batch
         _, prediction = self._run(places, params, x)[-1]
-        try:
+        called = (
+            "The loss of a network of layers is called as loss(place, prediction, y), with a place and a Signal. A "
+            "loss of arrays, such as optax's, is given what mplp.readout reads: "
+            "lambda place, prediction, y: optax.softmax_cross_entropy(mplp.readout(place, prediction), y)"
+        )
+        with noted(called, (TypeError, AttributeError)):
             losses = self.loss(places["loss"], prediction, y)
-        except (TypeError, AttributeError) as error:
-            error.add_note(
-                "The loss of a network of layers is called as loss(place, prediction, y), with a place and a Signal. A "
-                "loss of arrays, such as optax's, is given what mplp.readout reads: "
-                "lambda place, prediction, y: optax.softmax_cross_entropy(mplp.readout(place, prediction), y)"
-            )
-            raise
         return losses, {"output": prediction.value}
 
     def mean_loss(self, params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
