@@ -61,8 +61,9 @@ def randomize(
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
-        exactly. **It makes gradients biased**, by the square of its noise: a block is evaluated again at inputs that
-        are not quite the ones it had. The rest is unbiased given these. Blocks with a `policy` are left as they are.
+        exactly. Given alone, all else is exact. **It makes gradients biased**, by the square of its noise: a block is
+        evaluated again at inputs that are not quite the ones it had. The rest is unbiased given these. Blocks with a
+        `policy` are left as they are.
 
     Returns:
       `randomized(key, *args, **kwargs)`: all randomness comes from the key, typed or raw; what is no JAX array reaches
@@ -72,9 +73,9 @@ def randomize(
       TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
         result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
         `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
-      ValueError: if neither or both of sampler and budget are given, `through` beside a budget, or a number is none or
-        below 0; when the result is called, if the function changes its arguments in place; when it is differentiated,
-        if the budget cannot be kept.
+      ValueError: if a sampler or `through` is given beside a budget, or none of sampler, budget and boundaries; for a
+        number that is none or below 0; when the result is called, if the function changes its arguments in place; when
+        it is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
         program that is not read here: randomize the function inside.
 
@@ -88,8 +89,10 @@ def randomize(
       >>> bool(0 < jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact) < 0.05)
       True
     """
-    if (sampler is None) == (budget_bytes is None):
-        raise ValueError("randomize takes either a sampler or budget_bytes, got " + ("both" if sampler else "neither"))
+    if sampler is not None and budget_bytes is not None:
+        raise ValueError("randomize takes either a sampler or budget_bytes, got both")
+    if sampler is None and budget_bytes is None and boundaries is None:
+        raise ValueError("randomize takes a sampler, budget_bytes or boundaries, got none of them")
     if budget_bytes is not None and through is not _THROUGH:
         raise ValueError(f"leave out one: a budget chooses, got through={through!r} beside budget_bytes={budget_bytes}")
     require_sampler("sampler", None if _chooses(sampler) else sampler)
@@ -236,7 +239,7 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: Largest | None = 
 
     def choose(coefficient):
         if not isinstance(sampler, Sampler):
-            return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
+            return sampler and require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
         return through if hasattr(sampler, "fraction") and not coefficient.last else sampler
 
     def chooser(coefficient):

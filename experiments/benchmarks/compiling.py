@@ -2,8 +2,9 @@
 
 One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules (its blocks in a Python loop, and in a
 scan), an RNN, a scan of checkpointed blocks, a deep MLP, and scans three deep beside one, plain and with
-`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. The transformers have a width of 64,
-so that starts of kernels make much of a step, and the wide one of 256. Seconds are those of the processor, so that what
+`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too; of the deep checkpointed blocks,
+whose inputs are most of what plain checkpointing keeps, the inputs alone. The transformers have a width of 64, so that
+starts of kernels make much of a step, and the wide one of 256. Seconds are those of the processor, so that what
 else runs counts little; each program is traced and compiled anew. Seconds are those with JAX's own options;
 compiled memory is with optimization barriers kept, as accelerators' compilers do.
 
@@ -26,14 +27,14 @@ from experiments import harness
 from experiments.parts.turns import BARRIERS, take_turns
 
 MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "checkpointed blocks")
-MODELS += ("deep MLP", "one scan", "scans in scans", "wide transformer, loop")
+MODELS += ("deep MLP", "one scan", "scans in scans", "wide transformer, loop", "deep checkpointed blocks")
 
 
 class Config(harness.Config):
     """Options of this benchmark."""
 
     layers: int = 2  # of the MLP and of the transformers.
-    deep: int = 4  # layers of the deep MLP.
+    deep: int = 4  # layers of the deep MLP, and half of the deep checkpointed blocks.
     steps: int = 32  # of the RNN.
     runs: int = 3  # of each compiled program.
 
@@ -162,8 +163,9 @@ def model(config: Config, name: str) -> tuple[Any, Any, Any]:
         return rnn(config.steps)
     if name in ("one scan", "scans in scans"):
         return scans(1 if name == "one scan" else 3)
-    around = jax.checkpoint if name == "checkpointed blocks" else same
-    return transformer(config.layers, "loop" not in name, around, 256 if name.startswith("wide") else 64)
+    around = jax.checkpoint if "checkpointed" in name else same
+    layers = 2 * config.deep if "deep" in name else config.layers
+    return transformer(layers, "loop" not in name, around, 256 if name.startswith("wide") else 64)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -172,8 +174,12 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, *arguments = model(config, cell["model"])
-    boundaries = rad.rounding(bits=4) if cell["model"] == "checkpointed blocks" else None
-    rounded = ap.randomize(loss, rad.rounding(4), boundaries=boundaries)
+    four, name = rad.rounding(bits=4), cell["model"]
+    rounded = ap.randomize(
+        loss,
+        None if name.startswith("deep checkpointed") else four,
+        boundaries=four if "checkpointed" in name else None,
+    )
     methods = {"plain": lambda key, *a: loss(*a), "rounding": rounded}
     seconds, programs, memory = {}, {}, {}
     for m, f in methods.items():

@@ -125,7 +125,7 @@ def test_inputs_of_blocks_are_drawn_apart():
         return jnp.sum((product(jnp.sin(x), jnp.sin(x), ws[0]) + nested(jnp.cos(x), ws[1]) + jnp.sum(same, 0)) * c)
 
     ws, x = (normal(0, 32, 4), normal(1, 32, 4), normal(2, 2, 32, 4)), normal(9, 16, 32)
-    random = ap.randomize(loss, lambda _: None, boundaries=R.rounding(2), min_size=8)
+    random = ap.randomize(loss, boundaries=R.rounding(2), min_size=8)
 
     def found(gradient):  # the steps have one input, and one gradient: of independent draws, the mean of the product
         first, second, steps = gradient(ws, x)
@@ -142,7 +142,7 @@ def test_packed_inputs_with_every_choice_of_arguments():
         return jnp.sum(jax.checkpoint(lambda x, w, u: jnp.tanh(x @ w) * u)(jnp.sin(x), jnp.cos(w), u) ** 2)
 
     args = normal(0, 8), normal(1, 32, 8), normal(2, 16, 32)
-    random = ap.randomize(loss, lambda _: None, boundaries=R.rounding(8), min_size=8)
+    random = ap.randomize(loss, boundaries=R.rounding(8), min_size=8)
     subsets = [s for n in (1, 2, 3) for s in itertools.combinations((1, 2, 3), n)]
     ways = {s: jax.grad(random, argnums=s) for s in subsets}
     both = lambda *args: ({s: way(KEY, *args) for s, way in ways.items()}, jax.grad(loss, (0, 1, 2))(*args))

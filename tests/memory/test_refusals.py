@@ -151,7 +151,7 @@ WRONG = {
     "boundaries": ({"boundaries": R.rounding}, TypeError, "boundaries is rounding itself"),
     "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' has keep"),
     "chosen, not called": ({"sampler": lambda c: R.heavy}, TypeError, "is heavy itself: call it"),
-    "neither": ({"sampler": None}, ValueError, "got neither"),
+    "neither": ({"sampler": None}, ValueError, "got none of them"),
     "too small a budget": (BUDGET, ValueError, "a budget of 9 bytes cannot be kept"),
     "through, a budget": (BUDGET | {"through": None}, ValueError, "got through=None beside budget_bytes=9"),
     "through as it is": (BUDGET | {"through": R.rounding(8)}, ValueError, "leave out one"),
