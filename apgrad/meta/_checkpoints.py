@@ -67,14 +67,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
-        """Reads a checkpoint.
+        """Reads a checkpoint; a ValueError names what differs in another form, or says what to do about a damaged one.
 
         Args:
           step: the number of the checkpoint.
           like: a pytree of the same structure, shapes, dtypes and shardings.
-
-        Raises:
-          ValueError: if the checkpoint has another form, naming what differs, or is damaged, saying what to do.
         """
         wanted = _arrays(like)
         try:

@@ -43,11 +43,11 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
       loss: `(params, batch) -> scalar`, the loss whose gradient the optimizer gets.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, apgrad as ap
-      >>> task = ap.meta.sinusoid()
-      >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
-      >>> problem = ap.meta.inner_problem(task, learner, 5)
-      >>> value, gradient, _ = jax.jit(ap.meta.reverse_mode(problem))(jnp.log(0.1), jax.random.key(0), None)
+      >>> import jax.numpy as jnp, optax, apgrad as ap
+      >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), lambda params, batch: params**2)
+      >>> theta, params = jnp.log(0.1), jnp.float32(1.0)
+      >>> print(learner.step(theta, params, learner.init(theta, params, None), None)[0])
+      0.8
     """
 
     def init(theta, params, batch):

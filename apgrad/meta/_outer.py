@@ -68,17 +68,11 @@ class OuterGradient:
         return scalar("the loss of an outer gradient", loss), with_zeros(*partition(gradient)), carry
 
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> Estimate:
-        """Loss, gradient and carry by `estimate`.
+        """Loss, gradient and carry by `estimate`, with the carry of the call before, at first `init(theta, key)`.
 
-        Args:
-          theta: the meta-parameters.
-          key: PRNG key of this estimate.
-          carry: the carry that the call before returned, at the first call `init(theta, key)`. An outer gradient of
-            whole unrolls keeps nothing from call to call, and may be called without it.
-
-        Raises:
-          ValueError: without the carry of an outer gradient that keeps something, such as an unroll that is half done;
-            with a carry of other shapes, such as that of one task for `batched`.
+        An outer gradient of whole unrolls keeps nothing from call to call, and may be called without a carry. One that
+        keeps something, such as an unroll that is half done, raises a ValueError without a carry. So does any for a
+        carry of other shapes, such as that of one task for `batched`.
         """
         own = jax.eval_shape(lambda: self.init(theta, key))
         if carry is None:
@@ -257,8 +251,7 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> steep = ap.meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta, 100 * theta, carry))
-      >>> _, gradient, _ = ap.meta.batched(ap.meta.clipped(steep), 4)(jnp.float32(3.0), jax.random.key(0))
-      >>> float(gradient)
+      >>> float(ap.meta.batched(ap.meta.clipped(steep), 4)(jnp.float32(3.0), jax.random.key(0))[1])
       1.0
     """
     number("max_norm", max_norm, positive=True)

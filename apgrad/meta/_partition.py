@@ -18,8 +18,7 @@ def partition(theta: Any) -> tuple[Any, Any]:
       theta: a rule, or any pytree. All of it is trained but an `nnx.Variable` that is not an `nnx.Param`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import jax, jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
       >>> theta = {"weight": nnx.Param(jnp.ones(2)), "scale": nnx.Variable(jnp.zeros(3)), "rate": jnp.ones(())}
       >>> trained, fixed = ap.meta.partition(theta)
       >>> [len(jax.tree.leaves(part)) for part in (trained, fixed)], trained["scale"]

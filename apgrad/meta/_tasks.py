@@ -52,8 +52,7 @@ def mlp(
       sizes: number of inputs, width of each hidden layer, number of outputs.
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
-      deviation: of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights and biases that are
-        uniform on ±1/sqrt(inputs) (as in the thesis).
+      deviation: of normal weights (.05 in MPLP), with biases 0; None: both uniform on ±1/sqrt(inputs) (thesis).
 
     Example:
       >>> import jax, apgrad as ap
@@ -134,9 +133,8 @@ def sinusoid(
     Example:
       >>> import jax, apgrad as ap
       >>> task = ap.meta.sinusoid()
-      >>> x, y = task.batch(task.draw(jax.random.key(0)), jax.random.key(1))
-      >>> x.shape, y.shape
-      ((10, 1), (10, 1))
+      >>> [array.shape for array in task.batch(task.draw(jax.random.key(0)), jax.random.key(1))]
+      [(10, 1), (10, 1)]
     """
     whole("batch", batch)
     whole("held_out", held_out)

@@ -44,9 +44,8 @@ def normalize_tensors() -> optax.GradientTransformation:
 
     Example:
       >>> import jax.numpy as jnp, optax, apgrad as ap
-      >>> optimizer = optax.chain(ap.meta.normalize_tensors(), optax.sgd(1.0))
-      >>> print(optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(None))[0])
-      [-0.6 -0.8]
+      >>> print(ap.meta.normalize_tensors().update(jnp.array([3.0, 4.0]), optax.EmptyState())[0])
+      [0.6 0.8]
     """
 
     def one(g):
@@ -176,12 +175,10 @@ def train(
 
     Example:
       >>> import jax, optax, apgrad as ap
-      >>> task = ap.meta.sinusoid()
-      >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jax.numpy.exp(log_rate)), task.loss)
-      >>> outer = ap.meta.batched(ap.meta.reverse_mode(ap.meta.inner_problem(task, learner, 5)), 4)
-      >>> done = ap.meta.train(outer, optax.adam(0.1), jax.numpy.float32(-3.0), jax.random.key(0), 10, progress=False)
-      >>> int(done.step), int(done.skipped)
-      (10, 0)
+      >>> outer = ap.meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta**2, 2 * theta, carry))
+      >>> done = ap.meta.train(outer, optax.sgd(0.1), jax.numpy.float32(1.0), jax.random.key(0), 10, progress=False)
+      >>> int(done.step), int(done.skipped), round(float(done.theta), 2)
+      (10, 0, 0.11)
     """
     steps, every = whole("steps", steps, 0), whole("every", every)
     if log is not None:

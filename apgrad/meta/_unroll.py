@@ -247,9 +247,8 @@ def evaluate(
 
     Example:
       >>> import jax, optax, apgrad as ap
-      >>> task = ap.meta.sinusoid(sizes=(1, 20, 1))
-      >>> sgd = ap.meta.optimizer(optax.sgd, task.loss)
-      >>> mean, error = ap.meta.evaluate(task, sgd, 0.01, jax.random.key(0), 5, tasks=8)
+      >>> task, key = ap.meta.sinusoid(sizes=(1, 20, 1)), jax.random.key(0)
+      >>> mean, error = ap.meta.evaluate(task, ap.meta.optimizer(optax.sgd, task.loss), 0.01, key, 5, tasks=8)
       >>> mean.shape, error.shape, bool(mean[5] < mean[0])
       ((6,), (6,), True)
     """
@@ -308,11 +307,9 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
       form: "reference" or "paper".
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
-      >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
-      >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
-      >>> ap.meta.batch_entropy(network, params, jnp.ones((4, 2))).tolist()    # equal inputs: no variance
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> network, prior = ap.meta.mlp((2, 3, 1), jax.nn.relu, ap.mplp.squared_error)
+      >>> ap.meta.batch_entropy(network, prior(jax.random.key(0)), jnp.ones((4, 2))).tolist()  # equal inputs: H is 0
       [0.0]
     """
     constant = entropy_constant("form", form)

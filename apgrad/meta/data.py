@@ -56,8 +56,7 @@ def load(name: str = "digits", *, size: int | None = None, folder: str | Path | 
 
     Args:
       name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist" or "cifar10".
-      size: height and width after scaling by linear interpolation, without antialiasing as in TensorFlow; images stay
-        as they are if it is not given. Colours stay.
+      size: height and width, if given, after scaling by linear interpolation without antialiasing, as in TensorFlow.
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
 
     Raises:

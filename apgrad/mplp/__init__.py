@@ -1,10 +1,5 @@
 """MPLP: networks whose backward pass is a learned protocol of messages.
 
-    network, params = mplp.from_nnx(model, loss=mplp.softmax_cross_entropy)
-    rule = mplp.Separable(mplp.sites(network, params, batch), rngs=rngs)
-    state = mplp.init_state(rule, network, params, batch)
-    updates, state, metrics = mplp.backward(rule, network, params, state, batch)  # pure: jit, scan, vmap, grad
-
 A network is a function that calls nodes; a rule says what a node does with a message; `apgrad.meta` trains rules.
 """
 

@@ -67,20 +67,17 @@ def fit(
       progress: whether to show a tqdm bar.
 
     Raises:
-      ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs or targets
-        that are not standardized where a pretrained rule was trained on such; for targets of a cross-entropy node that
-        are no probabilities (of JAX's arrays the first minibatch and the held-out batch are looked at, of others all);
-        if the network's predictions for the first minibatch are not the model's; for a measure without a held-out
-        batch, or of more than a number.
+      ValueError: for fewer minibatches than steps, or of several forms; for inputs or targets that are not standardized
+        where a pretrained rule was trained on such; for targets of a cross-entropy node that are no probabilities (of
+        JAX's arrays the first minibatch and the held-out batch are looked at, of others all); if the network's
+        predictions for the first minibatch are not the model's; for a measure without a held-out batch.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
-      >>> import itertools, jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
-      >>> model = nnx.Sequential(nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.Linear(50, 2, rngs=nnx.Rngs(1)))
-      >>> x = jax.random.normal(jax.random.key(0), (8, 3))
-      >>> batch = x, jax.nn.one_hot((x[:, 0] > 0).astype(int), 2)
+      >>> import itertools, jax, jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
+      >>> model = nnx.Sequential(nnx.Linear(64, 50, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.Linear(50, 2, rngs=nnx.Rngs(1)))
+      >>> batch = jax.random.normal(jax.random.key(0), (8, 64)), jax.nn.one_hot(jnp.arange(8) % 2, 2)
       >>> fitted = ap.mplp.fit(model, itertools.repeat(batch), "image_mlp", 20, held_out=batch, progress=False)
       >>> fitted.steps.tolist(), bool(fitted.held_out[-1] < fitted.held_out[0])
       ([0, 10, 20], True)

@@ -47,8 +47,7 @@ class _Layers:
         """Decorates a function that makes a `Layer` of a part of a model, for parts of the type in its annotation.
 
         Example:
-          >>> import jax.numpy as jnp, apgrad as ap
-          >>> from flax import nnx
+          >>> import jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
           >>> class Gain(nnx.Module):
           ...     def __init__(self):
           ...         self.gain = nnx.Param(jnp.ones(3))

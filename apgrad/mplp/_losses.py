@@ -67,13 +67,10 @@ def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> ja
       target: array y, floating point, of the logits' shape: one-hot, or probabilities.
 
     Example:
-      With the exact rule, the message is p - y:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> places = ap.mplp.Places(ap.mplp.Exact(0.1))
-      >>> def loss(z):
-      ...     return ap.mplp.softmax_cross_entropy(places["loss"], z, jnp.array([[1.0, 0.0]]))[0]
-      >>> jax.grad(loss)(places.signal(jnp.zeros((1, 2)))).port[..., 0]
+      >>> places, y = ap.mplp.Places(ap.mplp.Exact(0.1)), jnp.array([[1.0, 0.0]])
+      >>> loss = lambda z: ap.mplp.softmax_cross_entropy(places["loss"], z, y)[0]
+      >>> jax.grad(loss)(places.signal(jnp.zeros((1, 2)))).port[..., 0]  # with the exact rule p - y
       Array([[-0.5,  0.5]], dtype=float32)
     """
 

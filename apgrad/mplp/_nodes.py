@@ -46,16 +46,13 @@ def shared(place: Place, parameter: Parameter) -> Parameter:
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def network(places, params, batch):  # x (batch, steps, 3)
-      ...     x, w = jnp.swapaxes(batch[0], 0, 1), ap.mplp.shared(places["kernel"], params)
-      ...     def step(h, x):
-      ...         both = ap.mplp.wire(lambda a, b: jnp.concatenate([a, b], axis=-1), places.signal(x), h)
-      ...         return ap.mplp.activation(places["tanh"], jnp.tanh, ap.mplp.dense(places["fc"], both, w)), None
-      ...     h, _ = jax.lax.scan(step, places.signal(jnp.zeros((x.shape[1], 4))), x)
+      >>> def network(places, params, batch):
+      ...     w = ap.mplp.shared(places["kernel"], params)
+      ...     sine = lambda h: ap.mplp.activation(places["sin"], jnp.sin, ap.mplp.dense(places["fc"], h, w))
+      ...     h, _ = jax.lax.scan(lambda h, _: (sine(h), None), places.signal(batch[0]), length=5)
       ...     return ap.mplp.squared_error(places["loss"], h, batch[1])
-      >>> batch = jnp.ones((2, 5, 3)), jnp.zeros((2, 4))
-      >>> [site.name for site in ap.mplp.sites(network, jnp.ones((7, 4)), batch)]
-      ['kernel', 'fc', 'tanh', 'loss']
+      >>> [site.name for site in ap.mplp.sites(network, jnp.ones((4, 4)), (jnp.ones((2, 4)), jnp.zeros((2, 4))))]
+      ['kernel', 'fc', 'sin', 'loss']
     """
     _require_parameter("shared", place, parameter, parameter.value.ndim)
     rule = place.places.rule

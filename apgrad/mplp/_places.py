@@ -77,7 +77,6 @@ class Places:
     Attributes:
       sites: the sites that the network asked for so far, by name.
       functions: the functions of its activations.
-      batch: the network's batch size; None before its first input.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ class Site(NamedTuple):
     """A place in a network where a rule works: what is known of it before the data are.
 
     Attributes:
-      name: the place's name.
       kind: the node's kind, such as "dense" or "squared_error"; a rule may share parameters among places of a kind.
       family: the kind of question that the node asks.
       batch: the number of examples in a minibatch.
@@ -108,7 +107,6 @@ class Shared(NamedTuple):
 
     Attributes:
       update: of the parameter's shape, the sum of what the rule answered as its update at all uses.
-      parameter: the parameter.
     """
 
     update: jax.Array
@@ -136,13 +134,7 @@ class LocalRule(Protocol):
     """What a rule does at one place: a pytree that is called, such as a `jax.tree_util.Partial`."""
 
     def __call__(self, site: Site, question: Any, state: Any, /) -> Answer:
-        """Answers a question.
-
-        Args:
-          site: the place that the local rule was made for.
-          question: a `Dense`, `Diagonal`, `Elementwise` or `Shared`.
-          state: the state at this place, of `LearnedRule.init` or of the answer before.
-        """
+        """The answer to a `Dense`, `Diagonal`, `Elementwise` or `Shared`; state is of `init` or of the last answer."""
         ...
 
 

@@ -23,11 +23,9 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     """A published rule for a network.
 
     Args:
-      source: an `.npz` file, or its arrays by name.
+      source: an `.npz` file, or its arrays by name. Where it is of another version or network, a ValueError names what
+        is missing, left over or of another shape.
       sites: the sites of a network of any width whose places have the names in the file; the networks of `from_nnx` do.
-
-    Raises:
-      ValueError: if the file is of another version or network, naming what is missing, left over or of another shape.
     """
     if isinstance(source, Mapping):
         arrays = {name: np.asarray(value) for name, value in source.items()}

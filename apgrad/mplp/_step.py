@@ -27,16 +27,10 @@ Step = tuple[Any, Any, dict[str, Any]]
 
 
 class Network(Protocol):
-    """A function that calls nodes."""
+    """A function that calls nodes at `places`, with `params` that are each a `Parameter`."""
 
     def __call__(self, places: Places, params: Any, batch: Any, /) -> Any:
-        """The loss of a minibatch, alone or with a dictionary of metrics: a scalar, or losses whose mean is the loss.
-
-        Args:
-          places: the places of the network's nodes.
-          params: the network's parameters, each a `Parameter`.
-          batch: a minibatch, in whatever form the network takes it.
-        """
+        """The loss of a minibatch, a scalar or losses whose mean it is, alone or with a dictionary of metrics."""
         ...
 
 

@@ -59,7 +59,7 @@ def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
 def fork(
     signal: Signal, n: int, aggregate: Literal["sum", "mean"] | Callable[[jax.Array], jax.Array] = "mean"
 ) -> tuple[Signal, ...]:
-    """A signal for each of n uses, whose messages are aggregated; without it, reverse mode adds them up.
+    """A signal for each of n uses, whose messages are aggregated; if one signal has n uses, reverse mode adds them up.
 
     The value's true derivative is the sum over the uses all the same.
 
@@ -69,16 +69,11 @@ def fork(
       aggregate: "sum", "mean", or a function of messages (n, ..., k) to one message (..., k) that closes over no traced
         array. A use to which no message comes back counts with zeros.
 
-    Returns:
-      n signals, each to be used once.
-
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> signal = ap.Signal.of(jnp.ones((1, 2)), message_size=1)
-      >>> def ports(s):
-      ...     a, b = ap.mplp.fork(s, 2, "mean")
-      ...     return jnp.sum(2 * a.port + 4 * b.port)
-      >>> jax.grad(ports)(signal).port[..., 0]
+      >>> weighed = lambda a, b: jnp.sum(2 * a.port + 4 * b.port)
+      >>> jax.grad(lambda s: weighed(*ap.mplp.fork(s, 2, "mean")))(signal).port[..., 0]
       Array([[3., 3.]], dtype=float32)
     """
     require_signals("mplp.fork", [signal])

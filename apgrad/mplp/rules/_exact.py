@@ -25,8 +25,7 @@ class Exact(nnx.Module):
       >>> def network(places, params, batch):
       ...     p = ap.mplp.dense(places["layer"], places.signal(batch[0]), params["w"])
       ...     return ap.mplp.squared_error(places["loss"], p, batch[1])
-      >>> batch, params = (jnp.ones((4, 1)), 2 * jnp.ones((4, 1))), {"w": jnp.zeros((1, 1))}
-      >>> rule = ap.mplp.Exact(learning_rate=0.1)
+      >>> batch, params, rule = (jnp.ones((4, 1)), 2 * jnp.ones((4, 1))), {"w": jnp.zeros((1, 1))}, ap.mplp.Exact(0.1)
       >>> state = ap.mplp.init_state(rule, network, params, batch)
       >>> updates, _, metrics = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
       >>> float(updates["w"][0, 0]), float(metrics["loss"])

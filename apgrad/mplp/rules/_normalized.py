@@ -66,18 +66,15 @@ class Normalized(MadeForSites):
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
       window: the number of rows of a window, about.
       settle: after how many steps half of what a controller's network says is left; None for all of it, at every step.
-        The trained rule `sequences` is better with it after 100 updates, and `images` neither better nor worse.
       rngs: the source of keys for the networks.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import jax, jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
       >>> network, prior = ap.meta.mlp((4, 5, 2), jnp.tanh, ap.mplp.softmax_cross_entropy)
-      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2)
-      >>> rule = ap.mplp.Normalized(ap.mplp.sites(network, params, batch), rngs=nnx.Rngs(2)).for_steps(100)
-      >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> state["dense_out"]["whitening"]["P"].shape
-      (5, 5)
+      >>> sites = ap.mplp.sites(network, prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2))
+      >>> rule = ap.mplp.Normalized(sites, rngs=nnx.Rngs(2)).for_steps(100)
+      >>> sites[0].name, rule.init(sites[0])["whitening"]["P"].shape
+      ('dense_in', (4, 4))
     """
 
     sums_uses = True

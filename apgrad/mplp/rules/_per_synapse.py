@@ -38,11 +38,10 @@ CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as f
 
 
 class PerSynapse(MadeForSites):
-    """The published rules.
+    """The published rules, made and used as `Separable` is in its example.
 
     Args:
-      sites: the sites of a network, from `mplp.sites`. The rule fits every network whose places have these names, or
-        these kinds if everything is shared.
+      sites: from `mplp.sites`. The rule fits networks whose places have these names, or these kinds if all is shared.
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
@@ -50,9 +49,6 @@ class PerSynapse(MadeForSites):
       share: whether places of a kind share networks; "all": standardizers and the scales a, too.
       gradient: whether networks also see the true gradient (the hybrid that the papers propose).
       rngs: the source of keys for the networks.
-
-    Example:
-      As for `Separable`, with the rule `ap.mplp.PerSynapse(sites, message_size=4, hidden=3, rngs=nnx.Rngs(2))`.
     """
 
     def __init__(

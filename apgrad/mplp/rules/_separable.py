@@ -45,8 +45,7 @@ class Separable(MadeForSites):
       neuron_state: the size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
       share: which places share networks and step sizes, and so which networks the rule fits. False: none. True:
-        places of a kind. "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"),
-        for networks of any depth.
+        places of a kind. "role", for any depth: places whose names differ in digits only ("dense_1" and "dense_2").
       normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), so that a learned
         step size means the same in layers of every width.
       learning_rate: the learning rate of each place at first, which is meta-trained.
@@ -55,8 +54,7 @@ class Separable(MadeForSites):
       rngs: the source of keys for the networks.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import jax, jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
       >>> network, prior = ap.meta.mlp((1, 5, 1), jnp.tanh, ap.mplp.squared_error)
       >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
       >>> rule = ap.mplp.Separable(ap.mplp.sites(network, params, batch), whiten=True, rngs=nnx.Rngs(2))

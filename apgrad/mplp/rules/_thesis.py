@@ -31,7 +31,7 @@ UNUSED = ("error", "log_prediction")  # features of losses that this rule does n
 
 
 class Thesis(MadeForSites):
-    """The thesis's rule.
+    """The thesis's rule, made and used as `Separable` is in its example.
 
     Args:
       sites: the sites of a network, from `mplp.sites`. The rule fits every network of these kinds of nodes.
@@ -43,9 +43,6 @@ class Thesis(MadeForSites):
       see_loss: whether the network of a loss sees the loss itself; not so in the thesis's section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
       rngs: the source of keys for the networks, which are uniform within 1 / sqrt(features), as in the thesis's code.
-
-    Example:
-      As for `Separable`, with the rule `ap.mplp.Thesis(sites, message_size=8, rngs=nnx.Rngs(2))`.
     """
 
     def __init__(
