@@ -1,4 +1,4 @@
-"""A progress bar of tqdm's, which comes with NumPyro."""
+"""A progress bar of tqdm's, which comes with NumPyro; one that is not shown has methods that do nothing."""
 
 from typing import Any
 
@@ -6,5 +6,4 @@ import tqdm
 
 
 def progress_bar(what: str, steps: int, begun: int = 0, *, shown: bool = True) -> Any:
-    """The bar; one that is not shown has the same methods, which do nothing."""
     return tqdm.tqdm(total=steps, initial=begun, unit="step", desc=what, disable=not shown)

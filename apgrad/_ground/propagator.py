@@ -50,8 +50,7 @@ def node(
 
     Args:
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
-      perturbed: call `forward(*inputs, perturbed=flags)`, with Python bools in the structure of the inputs, which say
-        what is differentiated.
+      perturbed: call `forward(*inputs, perturbed=flags)`; bools, structured as the inputs, say what is differentiated.
       named_axes: names and sizes of axes that are mapped around `backward`, but not around the call of the node.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Warnings that point to the line of the user's program from which the package was called."""
+"""Warnings that point to the user's line, the innermost one that is neither the package's nor JAX's."""
 
 import sys
 import warnings
@@ -7,7 +7,6 @@ _NOT_THE_USERS = ("apgrad", "jax", "flax", "contextlib", "functools")
 
 
 def warn(text: str) -> None:
-    """A `UserWarning` at the innermost line that is neither the package's nor JAX's."""
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back

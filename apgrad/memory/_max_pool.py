@@ -1,7 +1,6 @@
 """Max-pooling that remembers places in windows, in place of its input.
 
-The input of JAX's max-pooling does not enter the reverse pass linearly, and so is kept exactly. The place of each
-window's largest entry, a byte, is enough.
+JAX's keeps its input exactly, since it enters the reverse pass nonlinearly. The place of each largest entry is enough.
 """
 
 import itertools
@@ -19,25 +18,18 @@ from apgrad._ground.propagator import Propagator, node
 def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> jax.Array:
     """The largest entry of each window, without padding; a window's place takes a byte, or two if it has many entries.
 
-    Of equal entries the first one gets the message, as in JAX.
+    It is (n, rows, columns, channels). Of equal entries the first one gets the message, as in JAX.
 
     Args:
-      x: (n, height, width, channels), of a floating-point dtype.
+      x: (n, height, width, channels), of a floating-point dtype, and at least as large as the window, or a ValueError.
       window: its height and width, or one number for both.
       strides: the steps of the window along height and width, in the same form; the window's size if not given.
 
-    Returns:
-      (n, rows, columns, channels), of the dtype of x.
-
-    Raises:
-      ValueError: if x has not four axes or is smaller than the window, or if a size or a step is no positive integer.
-
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
-      >>> y = ap.memory.max_pool(x, (2, 2))
-      >>> y.shape, sum(r.nbytes for r in ap.memory.residuals(lambda x: ap.memory.max_pool(x, (2, 2)), x)) == y.size
-      ((2, 4, 4, 3), True)
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> found = ap.memory.residuals(lambda x: ap.memory.max_pool(x, (2, 2)), jnp.ones((2, 8, 8, 3)))
+      >>> [(array.shape, array.nbytes) for array in found]
+      [((2, 4, 4, 3), 96)]
     """
     wrong = f"max_pool takes x (n, h, w, c) not smaller than its window, got {x.shape} and {window}"
     window = per_axis("the window of max_pool", window, x.shape)

@@ -1,8 +1,7 @@
 """`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
 
-Exact methods come first. Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted
-bytes fit; what the last gradient that was compiled needed beyond its prediction is added to the others, so that a few
-compilations settle it. If nothing exact fits, coefficients are rounded (`apgrad.memory._budget`).
+Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted bytes fit; what the last
+gradient that was compiled needed beyond its prediction is added to the others, so that a few compilations settle it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -39,7 +38,6 @@ class Plan(NamedTuple):
       function: `(key, *args)`: the same value, and a gradient in the budget. Only a plan that rounds uses the key.
       chosen: the row of `trials` that the function is of.
       trials: all that was compiled, in order; the first is the function as it is.
-      budget_bytes: as given.
     """
 
     function: Callable[..., Any]
@@ -81,16 +79,12 @@ def plan(
       TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(ws, x):
-      ...     for w in ws:
-      ...         x = jax.nn.relu(x @ w)
-      ...     return jnp.mean(x**2)
-      >>> ws, x = [jnp.eye(32)] * 8, jnp.ones((256, 32))
-      >>> plan = ap.memory.plan(loss, ws, x, budget_bytes=300_000)
+      >>> import functools, jax, jax.numpy as jnp, apgrad as ap
+      >>> layer = lambda x, w: jax.nn.relu(x @ w)
+      >>> loss = lambda ws, x: jnp.mean(functools.reduce(layer, ws, x) ** 2)
+      >>> plan = ap.memory.plan(loss, [jnp.eye(32)] * 8, jnp.ones((256, 32)), budget_bytes=300_000)
       >>> plan.chosen.method, plan.chosen.peak_bytes <= 300_000
       ('recompute', True)
-      >>> gradient = jax.jit(jax.grad(plan.function, argnums=1))(jax.random.key(0), ws, x)
     """
     number("budget_bytes", budget_bytes)
     number("min_size", min_size)

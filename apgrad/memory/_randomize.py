@@ -56,8 +56,7 @@ def randomize(
       through: the sampler, in place of one that keeps a `fraction` of the entries, of coefficients whose messages go on
         to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
         (section 3.3). None keeps these coefficients exactly.
-      budget_bytes: in place of a sampler and `through`, how much may be remembered in all, by samplers of the least
-        added variance.
+      budget_bytes: in place of a sampler and `through`: the most to remember, by samplers of the least added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
@@ -70,19 +69,17 @@ def randomize(
       the function as it is. Reverse mode, once. Its attribute `original` is the function.
 
     Raises:
-      TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
-        result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
-        `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
-      ValueError: if a sampler or `through` is given beside a budget, or none of sampler, budget and boundaries; for a
-        number that is none or below 0; when the result is called, if the function changes its arguments in place; when
-        it is differentiated, if the budget cannot be kept.
+      TypeError: for what is no sampler or no PRNG key; when the result is differentiated, if it is so twice, if values
+        go through a mutable reference (`jax.new_ref`), or if a `jax.custom_vjp` function inside has a backward pass
+        that is not linear in the message (clipping, MPLP).
+      ValueError: if a sampler or `through` is given beside a budget, or none of sampler, budget and boundaries; if the
+        function changes its arguments in place; when the result is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
         program that is not read here: randomize the function inside.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(w, x):
-      ...     return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
       >>> w, x = 0.1 * jax.random.normal(jax.random.key(0), (64, 64)), jnp.ones((128, 64))
       >>> random = jax.jit(jax.grad(ap.randomize(loss, ap.memory.rounding(bits=4)), argnums=1))
       >>> gradient, exact = random(jax.random.key(1), w, x), jax.jit(jax.grad(loss))(w, x)

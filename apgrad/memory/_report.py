@@ -1,8 +1,7 @@
-"""How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
+"""How much memory a function's reverse pass takes: what it remembers (`_residuals.py`), and what is compiled.
 
-Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views. Temp bytes are the
-compiler's account of the gradient's scratch memory, with the gradients' buffers. **XLA on the CPU drops optimization
-barriers**, and with them all that `jax.checkpoint` saves outside of a scan. So the report keeps them, and says so.
+Temp bytes are the compiler's account of the gradient's scratch memory, with the gradients' buffers. **XLA on the CPU
+drops optimization barriers**, and with them all that `jax.checkpoint` saves outside a scan. So the report keeps them.
 """
 
 import re
@@ -184,8 +183,7 @@ def memory_report(
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(w, x):
-      ...     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+      >>> loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
       >>> report = ap.memory_report(loss, jnp.ones((64, 64)), jnp.ones((32, 64)), key=jax.random.key(0))
       >>> report.rows["reverse mode"].residual_bytes > 5 * report.rows["rounding, 4 bits"].residual_bytes
       True
@@ -233,19 +231,15 @@ def compiled_note() -> str:
 
 
 def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> int:
-    """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
+    """The bytes of the compiled gradient's scratch memory, or -1 where the compiler gives no account.
+
+    Optimization barriers are kept on the CPU too.
 
     Args:
-      function: `(*args) -> scalar`.
+      function: `(*args) -> scalar`; other outputs, or no floating-point array to differentiate, are a TypeError.
       *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s, all of them inputs of the program that is compiled.
         What is made of arrays that the function closes over alone is no scratch memory: XLA computes it beforehand.
       argnums: the arguments to differentiate with respect to, where floating-point; all if not given.
-
-    Returns:
-      The bytes, or -1 where the compiler gives no account.
-
-    Raises:
-      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
     """
     flat, inexact, put = shapes_in(args, argnums)
     if not inexact:

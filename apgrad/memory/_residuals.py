@@ -29,7 +29,6 @@ class Residual(NamedTuple):
     Attributes:
       name: its scopes and the primitive that computes it.
       shape: of all steps, if a scan's body computes it.
-      dtype: its dtype.
       nbytes: the bytes of all steps.
       source: the user's line that computes it.
       count: how many steps there are.
@@ -51,8 +50,7 @@ class Residual(NamedTuple):
     def remedies(self) -> dict[str, tuple[int, str]]:
         """What each remedy would save of the bytes, and what it costs, predicted without compiling.
 
-        The compiled peak may fall by less, see `ap.memory.plan`. Variances are over the array's mean square, for normal
-        entries.
+        The compiled peak may fall by less, see `ap.memory.plan`. Variances are over mean squares, for normal entries.
         """
         found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
         if self.linear and self.shape and jnp.issubdtype(self.dtype, jnp.floating):

@@ -5,8 +5,7 @@ others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams, "Ra
 ICLR 2021, section 3.2). `keep` draws the memory; `restore` makes the estimate, drawing indices again from the same key.
 
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
-channels at a position of an image do. With k of d entries kept, the variance of an element x_i, as the method
-`variance` gives it, is:
+channels at a position of an image do. With k of d entries kept, the variance of an element x_i (method `variance`) is:
 
 * different sample, k indices for each example, or same sample, one set for all, entries times d/k: (d-1)/k x_i^2, or
   (d-k)/k x_i^2 without replacement;
@@ -126,9 +125,8 @@ def nbytes(sampler: Sampler, like: Any) -> int:
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
-      >>> ap.memory.nbytes(ap.memory.rounding(bits=4), x), 4 * x.size
-      (6800, 51200)
+      >>> ap.memory.nbytes(ap.memory.rounding(bits=4), jax.ShapeDtypeStruct((100, 128), jnp.float32))  # of 51,200
+      6800
     """
     return _nbytes(sampler, like.shape, like.dtype)
 
@@ -289,8 +287,7 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept. An entry that is kept stands
         for those that are not, about 1 / fraction times itself: in float16 it is infinite if that is above 65,504.
-      replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
-        and a fraction of 1 is exact.
+      replacement: whether entries are drawn with it, as in the paper; else noise is less, and a fraction of 1 is exact.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 

@@ -45,8 +45,6 @@ class Coefficient(NamedTuple):
     Attributes:
       name: the named scopes around the coefficient, its `checkpoint_name` if it has one, the primitive that uses it and
         a number; unique in the program. Of an input of a checkpointed block it ends in "inputs[number]".
-      shape: the array's shape.
-      dtype: the array's dtype.
       count: how often an array is remembered here: the product of the lengths of the scans around it.
       nbytes: the bytes of one array.
       last: whether the coefficient's messages go to arguments only, and meet no other sampled coefficient, as those of

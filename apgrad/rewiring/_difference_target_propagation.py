@@ -51,8 +51,7 @@ def difference_target_propagation(
       >>> rule = ap.rewiring.difference_target_propagation(jax.random.key(0), "layer")
       >>> rewired = ap.rewire(lambda ws, x: jnp.sum(layer(ws[1], layer(ws[0], x))), rule)
       >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3))
-      >>> inverses = rewired.init(*args)
-      >>> update, gradient = jax.jit(jax.grad(rewired, argnums=(1, 2)))(jax.random.key(1), inverses, *args)
+      >>> update, gradient = jax.grad(rewired, argnums=(1, 2))(jax.random.key(1), rewired.init(*args), *args)
       >>> jax.tree.map(jnp.shape, update)
       {'layer[0]': ((4, 3), (3,)), 'layer[1]': ((2, 4), (4,))}
     """

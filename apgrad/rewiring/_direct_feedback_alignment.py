@@ -21,25 +21,19 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
 
     So a layer that is taken changes what the layers *before* it learn, not itself: to teach the first of two layers
     directly, name the second. The output must be one array (..., outputs), with the leading axes of the layers' inputs:
-    (examples, 1), if it is one number for each example.
+    (examples, 1), if it is one number for each example. The rule's parameters, which get no update, are for each layer
+    an array (outputs, ...) that ends in the axes of the layer's input without the leading ones.
 
     Args:
       key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of outputs if not given.
-      where: the layers to whose inputs the message is sent, see `ap.rewiring.Where`; all dense layers and convolutions
-        if not given.
-
-    Returns:
-      A rule with parameters, for each layer an array (outputs, ...) that ends in the axes of the layer's input without
-      the leading ones. They get no update.
+      where: which layers send it, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def network(ws, x):
-      ...     return jnp.tanh(x @ ws[0]) @ ws[1]
+      >>> network = lambda ws, x: jnp.tanh(x @ ws[0]) @ ws[1]
       >>> rewired = ap.rewire(network, ap.rewiring.direct_feedback_alignment(jax.random.key(0)))
-      >>> feedback = rewired.init([jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3)))
-      >>> {name: f.shape for name, f in feedback.items()}
+      >>> jax.tree.map(jnp.shape, rewired.init([jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3))))
       {'dot_general[0]': (2, 3), 'dot_general[1]': (2, 4)}
     """
     key = require_key("the key of direct_feedback_alignment", key)

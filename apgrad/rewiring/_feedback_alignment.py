@@ -15,8 +15,7 @@ def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Whe
     """Layers send their messages back through fixed random weights, the rule's parameters, which get no update.
 
     The first layer has feedback weights too, which change nothing, as their message goes to the data. A layer that is
-    called several times in Python, as in an unrolled recurrent network, has others at each call; in a `scan`, one.
-    Example: `ap.rewire`.
+    called several times in Python has others at each call; in a `scan` it has one. Example: `ap.rewire`.
 
     Args:
       key: the PRNG key of the random weights, which are normal.

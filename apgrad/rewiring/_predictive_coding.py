@@ -49,8 +49,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(ws, x, y):
-      ...     return jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] - y) ** 2) / 2
+      >>> loss = lambda ws, x, y: jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] - y) ** 2) / 2
       >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3)), jnp.ones((8, 2))
       >>> [g.shape for g in jax.grad(ap.rewire(loss, ap.rewiring.predictive_coding("tanh")))(*args)]
       [(3, 4), (4, 2)]

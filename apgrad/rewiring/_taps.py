@@ -23,12 +23,7 @@ from apgrad._programs import jaxprs, pure
 
 
 class Tapped(NamedTuple):
-    """What a tap saw.
-
-    Attributes:
-      value: the tapped array.
-      message: the message to it, of the same shape and dtype. In plain backpropagation it is the derivative.
-    """
+    """What a tap saw: the value, and its message of the same shape and dtype (the derivative in backpropagation)."""
 
     value: jax.Array
     message: jax.Array
@@ -45,8 +40,7 @@ def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(x):
-      ...     return jnp.sum(ap.tap(jnp.sin(x), "sine", lambda value, message: jnp.max(message)) ** 2)
+      >>> loss = lambda x: jnp.sum(ap.tap(jnp.sin(x), "sine", lambda value, message: jnp.max(message)) ** 2)
       >>> _, taps = ap.with_taps(jax.grad(loss))(jnp.array([0.0, jnp.pi / 2]))
       >>> float(taps["sine"])
       2.0
@@ -92,8 +86,8 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(w, xs):
-      ...     return jax.lax.scan(lambda h, x: (ap.tap(jnp.tanh(w * h + x), "state"), None), 0.0, xs)[0]
+      >>> step = lambda w, h, x: ap.tap(jnp.tanh(w * h + x), "state")
+      >>> loss = lambda w, xs: jax.lax.scan(lambda h, x: (step(w, h, x), None), 0.0, xs)[0]
       >>> gradient, taps = jax.jit(ap.with_taps(jax.grad(loss)))(0.5, jnp.ones(3))
       >>> taps["state"].message.shape, float(taps["state"].message[-1])
       ((3,), 1.0)

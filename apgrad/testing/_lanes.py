@@ -28,7 +28,6 @@ def assert_independent_lanes(
     Raises:
       AssertionError: naming a lane whose cost moved with other lanes' samples, or for costs that are not finite, or if
         no cost moved with its own lane's samples, so that nothing was tested.
-      ValueError: for fewer than 4 lanes.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpyro.distributions as dist, apgrad as ap

@@ -88,10 +88,6 @@ def assert_unbiased(
       num_estimates: how many estimates, at least 2.
       batch_size: how many estimates are computed at once.
 
-    Raises:
-      AssertionError: naming the element, its mean and standard error, the truth and the distance.
-      ValueError, TypeError: for a truth with which nothing can be compared.
-
     Example:
       >>> import jax, apgrad as ap
       >>> ap.testing.assert_unbiased(jax.random.normal, 1.0, jax.random.key(0), 1000)

@@ -36,8 +36,7 @@ def folded(path: Sequence[Any], depth: int) -> list[Stop]:
 def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "viterbi") -> Any:
     """A path as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
-    The line shows through which named scopes the path goes, a row for each visit (or, for want of room, for each
-    scope), and its weight after each: the product of the |derivatives| so far.
+    Each row is a visit to a scope (or, for want of room, a scope), with the product of the |derivatives| up to there.
 
     Args:
       trace: made by `ap.trace_gradients`.

@@ -28,14 +28,12 @@ PathKind = Literal["greedy", "viterbi"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Influence:
-    """Components by parameters: a pytree of two arrays, with the names as static data.
+    """Components by parameters: a pytree of two arrays, with the names of rows and columns as static data.
 
     Attributes:
       share: (..., components, parameters), floating point: of the parameter's elements that have a path, the share
         whose path runs through the component. NaN for a parameter without such elements, or with a path weight of NaN.
       gradient: the same share, with each element weighed by its |gradient|.
-      components: names of the rows.
-      parameters: names of the columns.
       kind: which paths: "viterbi" or "greedy".
     """
 
@@ -120,13 +118,9 @@ def influence(
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(w):
-      ...     with jax.named_scope("weak"):
-      ...         a = jnp.sum(0.1 * w)
-      ...     with jax.named_scope("strong"):
-      ...         b = jnp.sum(2.0 * w)
-      ...     return a + b
-      >>> print(ap.tracing.influence(loss)(jnp.ones(3)))
+      >>> weak = jax.named_scope("weak")(lambda w: jnp.sum(0.1 * w))
+      >>> strong = jax.named_scope("strong")(lambda w: jnp.sum(2.0 * w))
+      >>> print(ap.tracing.influence(lambda w: weak(w) + strong(w))(jnp.ones(3)))
       viterbi        x
       weak       0.000
       strong     1.000

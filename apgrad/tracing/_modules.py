@@ -21,12 +21,10 @@ def name_modules(model: Model) -> Model:
       model: an NNX module. Its modules stay instances of their classes; calls other than `module(...)` have no scope.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
+      >>> import jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
       >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
       >>> graph, params = nnx.split(ap.tracing.name_modules(model))
-      >>> trace = ap.trace_gradients(lambda params: nnx.merge(graph, params)(jnp.ones(2))[0])(params)
-      >>> trace.influence().components
+      >>> ap.tracing.influence(lambda params: nnx.merge(graph, params)(jnp.ones(2))[0])(params).components
       ('layers_0', 'layers_1')
     """
     from flax import nnx  # a second of imports that who traces other functions need not wait for

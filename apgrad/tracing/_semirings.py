@@ -31,10 +31,8 @@ class Semiring(NamedTuple):
       name: what errors and tables call the semiring.
       lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
       times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
-      plus: `(value, value) -> value`, elementwise and associative: what edges that meet add up to. Of two equal values
-        the first is to win.
-      zero: the zero of plus, the value of no path: for each component a float, which stands for the variable's dtype,
-        or an int, which stands for uint32.
+      plus: `(value, value) -> value`, elementwise and associative: the sum where edges meet; the first of equals wins.
+      zero: the zero of plus, the value of no path: for a component a float (the variable's dtype) or an int (uint32).
       one: the one of times, the message at the loss, in the same form.
       finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
       kind: "add" if plus is componentwise addition and times is bilinear, "max" if plus is the maximum of a single

@@ -33,19 +33,13 @@ def trace_gradients(f: Callable[..., Any], *, argnums: int | Sequence[int] = 0) 
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> def loss(params, x):
-      ...     with jax.named_scope("hidden"):
-      ...         h = jnp.tanh(x @ params["w"])
-      ...     with jax.named_scope("head"):
-      ...         return jnp.sum(h * params["v"])
+      >>> hidden = jax.named_scope("hidden")(lambda w, x: jnp.tanh(x @ w))
+      >>> head = jax.named_scope("head")(lambda v, h: jnp.sum(h * v))
+      >>> loss = lambda params, x: head(params["v"], hidden(params["w"], x))
       >>> params = {"w": jnp.array([[1.0, 0.5], [0.2, -1.0]]), "v": jnp.array([1.0, -2.0])}
       >>> trace = ap.trace_gradients(loss)(params, jnp.array([1.0, 2.0]))
-      >>> for step in trace.path("w", (0, 1)):
-      ...     print(step.scope, step.primitive, step.index, f"{step.weight:.2f}")
-      hidden dot_general (1,) 1.00
-      hidden tanh (1,) 0.18
-      head mul (1,) -2.00
-      head reduce_sum () 1.00
+      >>> [(step.scope, step.primitive, round(step.weight, 2)) for step in trace.path("w", (0, 1))]
+      [('hidden', 'dot_general', 1.0), ('hidden', 'tanh', 0.18), ('head', 'mul', -2.0), ('head', 'reduce_sum', 1.0)]
     """
     try:
         compiled = _OF_FUNCTION.setdefault(f, Compiled())
@@ -62,8 +56,7 @@ def trace_gradients(f: Callable[..., Any], *, argnums: int | Sequence[int] = 0) 
 class Trace:
     """A loss at one point, made by `trace_gradients`; it keeps what it found, and compiled, for the next point too.
 
-    Attributes:
-      parameters: the names of the parameters: the keys to each, as "encoder/kernel"; an array alone is "x".
+    `parameters` are the parameters' names: the keys to each, as "encoder/kernel"; an array alone is "x".
     """
 
     def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, compiled: Compiled):
@@ -111,13 +104,12 @@ class Trace:
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:
         """The edges from one element to the loss; none if no gradient reaches the element, or it is the loss itself.
 
+        A path weight that is NaN is a ValueError.
+
         Args:
           parameter: one of the names in `parameters`.
           index: the index of the element in the parameter.
           kind: "viterbi", the heaviest path, or "greedy", which goes at each step to where most gradient comes from.
-
-        Raises:
-          ValueError: also for a path weight that is NaN.
         """
         require_options(kind)
         return next(self._read(parameter, index, SEMIRINGS[kind](), 1), [])
