@@ -97,7 +97,8 @@ def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
 def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error.
+    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error. A card that
+    does not describe this rule or says nothing, and a number that is not finite and real, are a ValueError.
 
     Args:
       rule: a trained rule, `Separable` or `Normalized`; another one is a TypeError.
@@ -107,9 +108,6 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
         the largest number) the rule warns once where a network and a minibatch lie outside; with "updates" (the largest
         number) also where it is told, or `fit` makes, more of them; and not of pooling with "wires" (true).
       path: path of the two files, without their suffixes.
-
-    Raises:
-      ValueError: if the card does not describe this rule or says nothing, or if a number is not finite and real.
 
     Example:
       >>> import tempfile, apgrad as ap

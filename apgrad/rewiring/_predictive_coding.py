@@ -33,19 +33,16 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
     """The gradients are those of predictive coding's energy, after inference of the hidden values.
 
     The rule takes the function as a whole, which returns the sum of the examples' losses, a scalar. A mean would make
-    the loss weigh less than the errors of the hidden values; divide outside of the rewired function.
+    the loss weigh less than the errors of the hidden values; divide outside of the rewired function. Another output, or
+    a hidden value that is in a `scan` or is several arrays, is a ValueError.
 
     Args:
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
-      steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
+      steps: of gradient descent on the energy; a ValueError if there are more hidden values in a row than steps.
       rate: the learning rate of this descent, positive. Where it is too large for the energy's curvature or kinks, so
         that the inference more than doubles it, the gradients are NaN: take a smaller rate and more steps.
         `optax.apply_if_finite` leaves out such a minibatch.
-
-    Raises:
-      ValueError: at trace time, if the output is no scalar, a hidden value is in a `scan` or is several arrays, or
-        there are fewer steps than hidden values in a row.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
