@@ -2,11 +2,12 @@
 
 One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules (its blocks in a Python loop, and in a
 scan), an RNN, a scan of checkpointed blocks, a deep MLP, and scans three deep beside one, plain and with
-`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too; of the deep checkpointed blocks,
-whose inputs are most of what plain checkpointing keeps, the inputs alone. The transformers have a width of 64, so that
-starts of kernels make much of a step, and the wide one of 256. Seconds are those of the processor, so that what
-else runs counts little; each program is traced and compiled anew. Seconds are those with JAX's own options;
-compiled memory is with optimization barriers kept, as accelerators' compilers do.
+`ap.randomize`: with a budget of half of the bytes that reverse mode keeps, and with rounding to 4 bits. Of the
+checkpointed blocks the inputs are rounded too, and of the deep ones, whose inputs are most of what plain checkpointing
+keeps, the inputs alone; a budget does not choose a sampler for such inputs. The transformers have a width of 64, so
+that starts of kernels make much of a step, and the wide one of 256. Seconds are those of the processor, so that what
+else runs counts little; each program is traced and compiled anew. Seconds are those with JAX's own options; compiled
+memory is with optimization barriers kept, as accelerators' compilers do.
 
     python -m experiments.benchmarks.compiling
     python -m experiments.benchmarks.compiling --preset paper
@@ -28,6 +29,9 @@ from experiments.parts.turns import BARRIERS, take_turns
 
 MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "checkpointed blocks")
 MODELS += ("deep MLP", "one scan", "scans in scans", "wide transformer, loop", "deep checkpointed blocks")
+
+
+METHODS = {"half": "half of the bytes", "rounding": "4 bits"}
 
 
 class Config(harness.Config):
@@ -174,13 +178,14 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, *arguments = model(config, cell["model"])
-    four, name = rad.rounding(bits=4), cell["model"]
-    rounded = ap.randomize(
-        loss,
-        None if name.startswith("deep checkpointed") else four,
-        boundaries=four if "checkpointed" in name else None,
-    )
-    methods = {"plain": lambda key, *a: loss(*a), "rounding": rounded}
+    four, methods = rad.rounding(bits=4), {"plain": lambda key, *a: loss(*a)}
+    if "checkpointed" in cell["model"]:
+        alone = cell["model"].startswith("deep")
+        methods["rounding"] = ap.randomize(loss, None if alone else four, boundaries=four)
+    else:
+        kept = ap.memory_report(loss, *arguments).rows["reverse mode"].residual_bytes
+        methods["rounding"] = ap.randomize(loss, four)
+        methods["half"] = ap.randomize(loss, budget_bytes=kept // 2)
     seconds, programs, memory = {}, {}, {}
     for m, f in methods.items():
         jax.clear_caches()
@@ -198,26 +203,28 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    rows = []
+    rows, measured = [], ("trace_and_compile", "step", "temp_MB")
     for cell, result in records:
-        plain, mine = (result["seconds"][m] for m in ("plain", "rounding"))
-        total = lambda s: s["trace"] + s["compile"]
-        row = {**cell, "trace_and_compile_ratio": total(mine) / total(plain)}
-        row |= {"trace_and_compile_s": total(mine), "trace_and_compile_s_plain": total(plain)}
-        row["step_ratio"] = float(np.median(mine["step"]) / np.median(plain["step"]))
-        row["temp_MB"], row["temp_MB_plain"] = (result["memory"][m] / 1e6 for m in ("rounding", "plain"))
+        row, seconds, memory = dict(cell), result["seconds"], result["memory"]
+        taken = {
+            m: (s["trace"] + s["compile"], float(np.median(s["step"])), memory[m] / 1e6) for m, s in seconds.items()
+        }
+        row |= {f"plain_{name}": value for name, value in zip(measured, taken["plain"], strict=True)}
+        for method in METHODS:
+            over = np.divide(taken[method], taken["plain"]).tolist() if method in taken else [None] * 3
+            row |= {f"{method}_{name}_ratio": ratio for name, ratio in zip(measured, over, strict=True)}
         rows.append(row)
-    figure, (axes,) = harness.panels(1, 2, (10, 3.4))
-    names = [r["model"] for r in rows]
-    harness.bars(axes[0], names, {"": [r["trace_and_compile_ratio"] for r in rows]})
+    figure, (axes,) = harness.panels(1, 3, (13, 4.4))
+    for ax, name, title in zip(axes, measured, ("tracing and compiling", "a step", "scratch memory"), strict=True):
+        of = lambda method, name=name: [np.nan if (x := r[f"{method}_{name}_ratio"]) is None else x for r in rows]
+        harness.bars(ax, [r["model"] for r in rows], {label: of(method) for method, label in METHODS.items()})
+        ax.axvline(1, color="k", lw=0.8)
+        ax.set(xlabel=f"{title}, over plain's")
+        ax.sharey(axes[0])
     axes[0].axvline(3, color="k", lw=0.8, ls=":", label="three times")
-    axes[0].set(xlabel="tracing and compiling, over plain's")
-    memory = [r["temp_MB"] / r["temp_MB_plain"] for r in rows]
-    harness.bars(axes[1], names, {"step time": [r["step_ratio"] for r in rows], "temp bytes": memory})
-    axes[1].axvline(1, color="k", lw=0.8)
-    axes[1].set(xlabel="over plain's")
-    for ax in axes:
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes[0].legend(loc="lower right")
+    for ax in axes[1:]:
+        ax.tick_params(labelleft=False)
     return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
 
 
