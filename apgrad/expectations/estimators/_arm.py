@@ -17,15 +17,12 @@ from apgrad.expectations.estimators._disarm import antithetic
 def arm() -> ChoiceEstimator:
     """Augment-REINFORCE-merge, for Bernoulli choices; `ap.choose` takes it. `disarm()` has no more variance.
 
-    Raises:
-      TypeError: at trace time, for another distribution; when differentiated twice.
+    Another distribution is a `TypeError` at trace time, and so is differentiating twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logit):
-      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
-      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.arm())[0]
-      >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 0.0)).__round__(1)
+      >>> program = lambda tape, p: ap.choose(tape, dist.Bernoulli(probs=p), lambda x: (x, None), ap.arm())[0]
+      >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), jnp.full(10_000, 0.5)).sum()).__round__(1)
       1.0
     """
     return antithetic("arm", lambda u, p, x, other: 0.5 - u)

@@ -32,18 +32,14 @@ def arms(samples: int = 4) -> ChoiceEstimator:
     """Antithetic samples, for Bernoulli choices; `ap.choose` takes it.
 
     Args:
-      samples: how many samples the continuation is evaluated at, at least 2.
+      samples: how many samples the continuation is evaluated at, at least 2, else a `ValueError`.
 
-    Raises:
-      ValueError: for fewer than 2 samples.
-      TypeError: at trace time, for another distribution; when differentiated twice.
+    Another distribution is a `TypeError` at trace time, and so is differentiating twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logit):
-      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
-      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.arms(4))[0]
-      >>> float(jax.jit(ap.grad(program, lanes=20_000))(jax.random.key(0), 0.0)).__round__(1)
+      >>> program = lambda tape, p: ap.choose(tape, dist.Bernoulli(probs=p), lambda x: (x, None), ap.arms(4))[0]
+      >>> float(jax.jit(ap.grad(program, lanes=20_000))(jax.random.key(0), jnp.full(20_000, 0.5)).sum()).__round__(1)
       1.0
     """
     samples = whole("the samples of arms", samples, 2)

@@ -5,10 +5,8 @@ with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Ta
 
 * `"leave_one_out"`: the mean of the other lanes' cost, cost by cost (Kool et al., 2019). The default.
 * `"standardized"`: the standard score of the cost among all lanes, (c - mean) / (deviation + 1e-4), is charged in its
-  place (GRPO; Shao et al., "DeepSeekMath", 2024, section 4.1.1). The numerator gives (L - 1) / L of the gradient with L
-  lanes, and the division makes it no gradient of the expected cost: it is biased, and of the first order.
-* `None`, or a function of the node's inputs (`Estimator`), a constant to differentiation.
-* `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient.
+  place (GRPO; Shao et al., "DeepSeekMath", 2024, section 4.1.1). It is biased, and of the first order.
+* `None`, or a function of the node's inputs, which is constant to differentiation, or is a `learned_baseline`.
 """
 
 from collections.abc import Callable
@@ -37,15 +35,13 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
     not the gradient of the expected cost: hold them constant in it by `jax.lax.stop_gradient`.
 
     Args:
-      function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one
-        value a part); for `sample` of the distribution, returning (lanes,).
+      function: `(*inputs)` of the node, as a function for `likelihood_ratio`; with `parts`, one value a part.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> estimator = ap.likelihood_ratio(baseline=ap.learned_baseline(lambda theta, b: b))
       >>> flip = ap.stochastic(estimator, in_axes=(None, None))(lambda theta, b: dist.Bernoulli(probs=theta))
-      >>> def program(tape, theta, b):
-      ...     return flip(tape, theta, b)[0].cost(jnp.full(tape.lanes, 7.0))
+      >>> program = lambda tape, theta, b: flip(tape, theta, b)[0].cost(jnp.full(tape.lanes, 7.0))
       >>> float(jax.jit(ap.grad(program, lanes=8, argnums=2))(jax.random.key(0), 0.5, 5.0))    # b - G
       -2.0
     """

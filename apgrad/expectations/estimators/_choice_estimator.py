@@ -38,11 +38,9 @@ class ChoiceEstimator(NamedTuple):
       ...     heads, tails = costs(jnp.array([[1], [0]]) * jnp.ones(distribution.batch_shape, int))
       ...     return distribution.sample(key), distribution.probs * heads + (1 - distribution.probs) * tails
       >>> both = ap.ChoiceEstimator("both sides", estimate, lambda distribution: 2)
-      >>> def program(tape, p):
-      ...     coin = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
-      ...     return ap.choose(tape, coin, lambda x: ((x - 0.25) ** 2, None), both)[0]
-      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.3))
-      0.5
+      >>> program = lambda tape, p: ap.choose(tape, dist.Bernoulli(probs=p), lambda x: ((x - 0.25) ** 2, None), both)[0]
+      >>> jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), jnp.array([0.3])).tolist()
+      [0.5]
     """
 
     name: str

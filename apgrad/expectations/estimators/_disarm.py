@@ -28,16 +28,13 @@ from apgrad.expectations.estimators._discrete import choices
 def disarm() -> ChoiceEstimator:
     """DisARM, for Bernoulli choices; `ap.choose` takes it. It has two evaluations for any number of choices.
 
-    Raises:
-      TypeError: at trace time, for another distribution; when differentiated twice.
+    Another distribution is a `TypeError` at trace time, and so is differentiating twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logit):
-      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
-      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.disarm())[0]
-      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.0))
-      1.0
+      >>> program = lambda tape, p: ap.choose(tape, dist.Bernoulli(probs=p), lambda x: (x, None), ap.disarm())[0]
+      >>> jax.jit(ap.grad(program, lanes=2))(jax.random.key(0), jnp.full(2, 0.5)).tolist()    # one p a lane
+      [0.5, 0.5]
     """
     return antithetic("disarm", lambda u, p, x, other: 0.5 * (x - other) * jnp.maximum(p, 1 - p))
 

@@ -15,8 +15,7 @@ with e_j the exponential of a zero with the derivatives of log p(x_j), and zero(
 The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are the derivatives of v_j . mu; the
 last term gives them back. For a cost that is linear in x, and a = 1, no variance is left.
 
-With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between them a = 1 can be
-worse than that. As in the paper, a can be trained on the variance (`_control_variate.py`).
+With a = 0 it is leave-one-out, which a = 1 can be worse than; a can be trained on the variance (`_control_variate.py`).
 """
 
 from typing import Any
@@ -41,21 +40,18 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
     The continuation is given floating-point outcomes, one-hot for a category; its cost must be differentiable in x.
 
     Args:
-      samples: how many samples the continuation, and its gradient in x, are evaluated at, at least 2.
+      samples: how many samples the continuation and its gradient are evaluated at, at least 2, else a `ValueError`.
       coefficient: the coefficient of the linear control variate: a number, or for Bernoulli and categorical choices a
         JAX scalar. As an argument of the objective it gets the gradient of the estimate's variance, to be descended.
 
-    Raises:
-      ValueError: for fewer than 2 samples.
-      TypeError: at trace time, for a distribution without a mean, or for which the coefficient cannot be trained.
+    A distribution without a mean, or whose coefficient cannot be trained, is a `TypeError` at trace time.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logit):
-      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
-      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.double_control_variates())[0]
-      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.0))
-      1.0
+      >>> def program(tape, p):    # one probability a lane
+      ...     return ap.choose(tape, dist.Bernoulli(probs=p), lambda x: (x, None), ap.double_control_variates())[0]
+      >>> jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), jnp.array([0.5])).tolist()
+      [1.0]
     """
     name = "double_control_variates"
     samples = whole(f"the samples of {name}", samples, 2)

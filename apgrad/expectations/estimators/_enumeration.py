@@ -19,17 +19,14 @@ def enumeration() -> ChoiceEstimator:
 
     Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), its derivative comes out as 0: take logits.
 
-    Raises:
-      TypeError: at trace time, for a distribution whose outcomes cannot be enumerated.
-      ValueError: at trace time, for more than 65,536 joint outcomes.
+    Outcomes that cannot be enumerated are a `TypeError` at trace time, more than 65,536 joint ones a `ValueError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, p):
-      ...     d = dist.Binomial(3, probs=jnp.broadcast_to(p, (tape.lanes,)))
-      ...     return ap.choose(tape, d, lambda x: (x**2, None), ap.enumeration())[0]
-      >>> float(jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), 0.5)).__round__(4)  # 3 + 12 p
-      9.0
+      >>> def program(tape, p):    # one probability a lane
+      ...     return ap.choose(tape, dist.Binomial(3, probs=p), lambda x: (x**2, None), ap.enumeration())[0]
+      >>> jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), jnp.array([0.5])).round(4).tolist()    # 3 + 12 p
+      [9.0]
     """
 
     def estimate(distribution, key, costs):

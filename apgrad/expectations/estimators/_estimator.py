@@ -40,23 +40,19 @@ class Estimator(NamedTuple):
         None: the sample is drawn plainly and carries no derivative.
       score: `(distribution, x) -> log-density`, or anything of its shape whose derivative the cost-to-go is to
         multiply; where its value is NaN or infinite the objective is NaN. None: the choice is not charged with costs.
-      baseline: what is taken off the cost-to-go, as in `likelihood_ratio`. A function may not know what the choice
-        decides: in `ap.stochastic` `(*arguments of one lane) -> scalar`, in `ap.sample` `(distribution) -> (lanes,)`.
+      baseline: what is taken off the cost-to-go, as in `likelihood_ratio`.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       every_order: the claim holds for derivatives of any order; else differentiating twice is a `TypeError`.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> def pathwise(distribution, key):
-      ...     x = distribution.sample(key).astype(distribution.mean.dtype)
-      ...     return x + ap.zero_with_gradient(distribution.mean)
-      >>> flip = ap.stochastic(ap.Estimator("straight_through", pathwise))(lambda p: dist.Bernoulli(probs=p))
-      >>> def program(tape, p):
-      ...     tape, x = flip(tape, p)
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> pathwise = lambda d, key: d.sample(key).astype(d.mean.dtype) + ap.zero_with_gradient(d.mean)
+      >>> def program(tape, p):    # one probability a lane
+      ...     tape, x = ap.sample(tape, dist.Bernoulli(probs=p), ap.Estimator("straight_through", pathwise))
       ...     return tape.cost(3 * x)
-      >>> float(jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), 0.5)).__round__(4)
-      3.0
+      >>> jax.jit(ap.grad(program, lanes=1))(jax.random.key(0), jnp.array([0.5])).tolist()
+      [3.0]
     """
 
     name: str

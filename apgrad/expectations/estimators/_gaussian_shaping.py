@@ -7,8 +7,7 @@ C(mu, Sigma), depends on its moments. To first order a lane moves that expected 
     g = C_mu . d + <C_Sigma, d d^T - E[d d^T]>,
 
 and it is g, not the raw cost, that the choices before it are charged with. g has far less noise than the cost where the
-fit is good, and is wrong where it is not: **the estimator is biased**, by as much as the state's distribution is not
-Gaussian. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
+fit is good, and is wrong where it is not. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
 
 *The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: with its own
 moments the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean of all
@@ -44,18 +43,15 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
     Args:
       pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).
 
-    Raises:
-      ValueError: at trace time, for fewer than 2 lanes or another `pathwise`.
-      TypeError: when differentiated twice.
+    Fewer than 2 lanes or another `pathwise` are a `ValueError` at trace time, differentiating twice is a `TypeError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> step = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Normal(theta * jnp.ones(2), 0.1))
       >>> def program(tape, theta):
-      ...     tape, x = step(tape, theta)
-      ...     return tape.cost(lambda x: jnp.sum(x**2), x, shaping=ap.gaussian_shaping())
+      ...     tape, x = ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 0.1), ap.likelihood_ratio())
+      ...     return tape.cost(lambda x: x**2, x, shaping=ap.gaussian_shaping())
       >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 2.0)).__round__()
-      8
+      4
     """
     if pathwise not in ("shaped", "raw"):
         raise ValueError(f"gaussian_shaping: pathwise must be 'shaped' or 'raw', got {pathwise!r}")

@@ -7,8 +7,7 @@ log-probabilities phi is the argmax of phi + g with Gumbel noise g. At a tempera
     softmax((phi + g) / T),     for a Bernoulli choice sigmoid((phi + logit(u)) / T).
 
 The program goes on with the relaxed sample, so that the objective is another one, with right derivatives of any order;
-it tends to the true one as T goes to 0, where the variance grows without bound. With `hard=True` (straight-through
-Gumbel-softmax) the program goes on with the choice, and only the derivative is the relaxed sample's.
+it tends to the true one as T goes to 0, where the variance grows without bound.
 """
 
 from typing import Any
@@ -30,21 +29,18 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
     The sample is in floating point; for a categorical choice it is a vector, (lanes, ..., categories).
 
     Args:
-      temperature: the temperature of the relaxation, a positive scalar.
-      hard: go on with the choice itself, and use the relaxed sample's derivative.
+      temperature: the temperature of the relaxation, a positive scalar; others are a `ValueError`.
+      hard: straight-through Gumbel-softmax: go on with the choice itself, and use the relaxed sample's derivative.
 
-    Raises:
-      ValueError: for a temperature that is not positive.
-      TypeError: at trace time, for another distribution; when differentiated twice with `hard`.
+    Another distribution is a `TypeError` at trace time, and so is differentiating twice with `hard`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logits):
-      ...     choices = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
-      ...     tape, x = ap.sample(tape, choices, ap.gumbel_softmax(0.5))
+      >>> def program(tape, logits):    # (lanes, categories)
+      ...     tape, x = ap.sample(tape, dist.Categorical(logits=logits), ap.gumbel_softmax(0.5))
       ...     return tape.cost(x @ jnp.array([1.0, 2.0, 4.0]))
-      >>> jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), jnp.zeros(3)).shape
-      (3,)
+      >>> jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), jnp.zeros((10, 3))).shape
+      (10, 3)
     """
     number("the temperature of gumbel_softmax", temperature, positive=True)
 

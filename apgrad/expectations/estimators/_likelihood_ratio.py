@@ -19,8 +19,7 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     Args:
       baseline: `"leave_one_out"`, None, `learned_baseline(function)`, or a function that looks at nothing that the
         choice decides: in `stochastic` `(*arguments of one lane) -> scalar`, in `sample` `(distribution) -> (lanes,)`.
-        Without a baseline the variance is often tens of times higher. `"standardized"`, GRPO's, is biased: the cost
-        less the mean over all lanes, over their standard deviation.
+        Without a baseline the variance is often tens of times higher. `"standardized"`, as in GRPO, is biased.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
@@ -29,17 +28,15 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       FloatingPointError: when it runs, for a sample rounded to where its density is 0 or infinite, or more coarsely
         than its scale, or clipped by NumPyro to an end of the unit interval or simplex (but for Beta and Dirichlet).
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, `Poisson(0.0)`), no sample shows what the
-    outcome would cost, and the derivative with respect to it lacks that: take logits, or the logarithm of a rate. It is
-    NaN for a mean of 0 of `NegativeBinomial2`, by which NumPyro divides.
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, `Poisson(0.0)`), the derivative lacks what it
+    would cost: take logits, or the logarithm of a rate. For a mean of 0 of `NegativeBinomial2` the derivative is NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, log_rate):
       ...     tape, x = ap.sample(tape, dist.Poisson(jnp.full(tape.lanes, jnp.exp(log_rate))), ap.likelihood_ratio())
       ...     return tape.cost(x)
-      >>> second = jax.jit(jax.grad(ap.grad(program, lanes=100_000), argnums=1))
-      >>> float(second(jax.random.key(0), 0.0)).__round__(1)
+      >>> float(jax.jit(jax.grad(ap.grad(program, lanes=100_000), argnums=1))(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
     require_baseline("likelihood_ratio", baseline, biased=True)

@@ -30,17 +30,14 @@ def rao_blackwellized(top: int) -> ChoiceEstimator:
     Args:
       top: how many outcomes are summed over, at least 1. With all of them it is `enumeration()`.
 
-    Raises:
-      ValueError: for `top` that is no positive integer; at trace time, for more than 65,536 joint outcomes.
-      TypeError: at trace time, for a distribution whose outcomes cannot be enumerated.
+    The errors are those of `enumeration`, and a `ValueError` for `top` that is no positive integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logits):
-      ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 4)))
-      ...     return ap.choose(tape, d, lambda x: (x**2, None), ap.rao_blackwellized(2))[0]
-      >>> jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), jnp.zeros(4)).shape
-      (4,)
+      >>> def program(tape, logits):    # (lanes, categories)
+      ...     return ap.choose(tape, dist.Categorical(logits=logits), lambda x: (x, None), ap.rao_blackwellized(2))[0]
+      >>> jax.jit(ap.grad(program, lanes=10))(jax.random.key(0), jnp.zeros((10, 4))).shape
+      (10, 4)
     """
     top = whole("top of rao_blackwellized, a number of outcomes,", top)
 

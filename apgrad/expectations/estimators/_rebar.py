@@ -23,17 +23,13 @@ from apgrad.expectations.estimators._discrete import choices, relaxable
 def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     """REBAR, for Bernoulli and categorical choices; `ap.choose` takes it.
 
-    The continuation is given floating-point outcomes, one-hot for a categorical choice, and is evaluated between them
-    too, so its cost must be differentiable in x there; `ap.choose` warns of a cast to integers.
+    The continuation is given floating-point outcomes, one-hot for a category, and values between them. So its cost must
+    be differentiable in x; `ap.choose` warns of a cast to integers. Another distribution is a `TypeError`.
 
     Args:
-      temperature: the temperature of the relaxation, a positive scalar.
+      temperature: the temperature of the relaxation, a positive scalar; others are a `ValueError`.
       eta: the coefficient of the control variate, a scalar. As arguments of the objective, `eta` and `temperature` (by
         its logarithm, so that it stays positive) get the gradient of the estimate's variance, to be descended.
-
-    Raises:
-      ValueError: for a temperature that is not positive.
-      TypeError: at trace time, for a distribution that is neither Bernoulli nor categorical.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -35,9 +35,7 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
     Args:
       temperature: a positive scalar; 1 is exact for quadratic costs of a choice; higher ones train better in the paper.
 
-    Raises:
-      ValueError: for a temperature that is not positive.
-      TypeError: at trace time, for another distribution; when differentiated twice.
+    Another distribution is a `TypeError`, as is differentiating twice, and a temperature not above 0 a `ValueError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -1,12 +1,10 @@
 """RELAX: a learned function of a relaxation of the choice as control variate.
 
-Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optimizing control variates for black-box
-gradient estimation", ICLR 2018. The control variate of `_control_variate.py` with any differentiable function k, such
-as a small network, that learns to make the variance small. The continuation is evaluated once and may be a black box.
+The control variate of `_control_variate.py` (Grathwohl et al., ICLR 2018) with any differentiable function k, such as a
+small network, that learns to make the variance small. The continuation is evaluated once and may be a black box.
 
 Where the cost depends on more than the choice, such as an image, k should see that too: `relax(control, x)` gives k the
-x of its lane. Nothing is biased, since k may be any function that does not depend on the choice's noise. (For an
-autoencoder Grathwohl et al. take REBAR's control variate plus a network of x and z.)
+x of its lane. Nothing is biased, since k may be any function that does not depend on the choice's noise.
 """
 
 from collections.abc import Callable
@@ -42,8 +40,7 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
       *given: pytrees (lanes, ...), one lane's for the control. They are held fixed, and must not depend on the choice.
 
     Raises:
-      TypeError: for a control that cannot be called; at trace time, for a distribution that is neither Bernoulli nor
-        categorical; when differentiated, for a control that closes over what is differentiated.
+      TypeError: for another distribution, and a control that cannot be called or closes over what is differentiated.
       ValueError: at trace time, for a control whose value is no scalar, or `given` without the lanes.
 
     Example:

@@ -5,8 +5,7 @@ For x = T(theta, e) with noise e whose law does not depend on theta,
     d/dtheta E[f(x)] = E[f'(x) dT/dtheta]
 
 (Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp): backpropagation through T, right to
-any order for smooth f. Its variance grows with the product of the Jacobians after the node, so it explodes in chaotic
-systems.
+any order for smooth f. Its variance grows with the product of the Jacobians after the node, and explodes in chaos.
 """
 
 import functools
@@ -18,12 +17,9 @@ from apgrad.expectations.estimators._estimator import Estimator
 def reparameterization() -> Estimator:
     """The pathwise estimator, for distributions with `rsample` and continuous univariate ones with a `cdf` (mixtures).
 
-    JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise
-    JAX's error (about a `while_loop`, or a missing differentiation rule). They need costs whose first derivative is
-    continuous: a ReLU's second derivative is 0 to JAX.
-
-    Raises:
-      TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.
+    JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise JAX's
+    error about a `while_loop` or a missing rule. Second derivatives need costs whose first derivative is continuous:
+    a ReLU's second derivative is 0 to JAX. A distribution without a pathwise derivative is a `TypeError` at trace time.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -26,17 +26,12 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
     """The likelihood ratio with the other samples of the same lane as baseline; `ap.choose` takes it.
 
     Args:
-      samples: how many independent samples of each lane's choice the continuation is evaluated at, at least 2.
-
-    Raises:
-      ValueError: for fewer than 2 samples.
+      samples: how many independent samples of a lane's choice are taken, at least 2, else a `ValueError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, log_rate):
-      ...     d = dist.Poisson(jnp.exp(jnp.broadcast_to(log_rate, (tape.lanes,))))
-      ...     return ap.choose(tape, d, lambda x: (x, None), ap.rloo(4))[0]
-      >>> float(jax.jit(ap.grad(program, lanes=20_000))(jax.random.key(0), 0.0)).__round__(1)
+      >>> program = lambda tape, rate: ap.choose(tape, dist.Poisson(rate), lambda x: (x, None), ap.rloo(4))[0]
+      >>> float(jax.jit(ap.grad(program, lanes=20_000))(jax.random.key(0), jnp.ones(20_000)).sum()).__round__(1)
       1.0
     """
     samples = whole("the samples of rloo", samples, 2)

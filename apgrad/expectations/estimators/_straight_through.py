@@ -20,8 +20,7 @@ def straight_through() -> Estimator:
 
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
-    Raises:
-      TypeError: at trace time, for a distribution that is not discrete; when differentiated twice.
+    A distribution that is not discrete is a `TypeError` at trace time, and so is differentiating twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

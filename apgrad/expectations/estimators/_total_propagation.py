@@ -4,8 +4,7 @@ At each node on the way back, total propagation (Parmas et al., 2018; Proppo, se
 per-lane gradients of a *target*, the parameters, weighs them (`weights.py`), and sends on their mixture, so that the
 message to the node before is already the better one. Where a computation is chaotic in part, it beats both by far.
 
-Weights that are independent of the samples leave the mixture unbiased. Weights from the same samples bias it: on the
-chaotic network (beta = 1.5, H = 50, 1,000 lanes) by 3.5 %. `cross_fit=True` is unbiased, at about the same variance.
+Weights from the samples that they weigh bias it (`weights.py`); `cross_fit=True` is unbiased, at about equal variance.
 """
 
 from apgrad.expectations import weights as weighing
@@ -25,15 +24,13 @@ def total_propagation(
       weights: how to mix, `ap.weights.decoupled()` if not given; `ap.sample` uses the weights of the message alone.
       target: what the weights look at, `"arguments"` or `"parameters"`, see `Mixer`.
 
-    Raises:
-      TypeError: at trace time, for a distribution without a pathwise derivative; when differentiated twice.
-      ValueError: at trace time, for a single lane or without a target.
+    A distribution without a pathwise derivative is a `TypeError` at trace time, and so is differentiating twice. A
+    single lane, or no target, is a `ValueError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.1))
       >>> def program(tape, theta):
-      ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
+      ...     tape, x = ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 0.1), ap.total_propagation())
       ...     return tape.cost(x**2)
       >>> float(jax.jit(ap.grad(program, lanes=10_000, cross_fit=True))(jax.random.key(0), 2.0)).__round__(1)
       4.0

@@ -33,15 +33,13 @@ def doubly_reparameterized(samples: int) -> Bound:
     Args:
       samples: K, at least 1.
 
-    Raises:
-      TypeError: at trace time, for a proposal without a pathwise derivative or without a density.
+    A proposal without a pathwise derivative, or without a density, is a `TypeError` at trace time.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
+      >>> log_p = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
       >>> bound = ap.variational.doubly_reparameterized(samples=4)
-      >>> gradient = jax.jit(jax.grad(lambda m: bound(jax.random.key(0), dist.Normal(m, 0.5**0.5), log_joint)))
-      >>> abs(float(gradient(0.5))) < 1e-6
+      >>> abs(float(jax.jit(jax.grad(lambda m: bound(jax.random.key(0), dist.Normal(m, 0.5**0.5), log_p)))(0.5))) < 1e-6
       True
     """
     what = "doubly_reparameterized"

@@ -52,7 +52,7 @@ def elbo(
     default: Estimator | None = None,
     sticking_the_landing: bool = False,
 ) -> Any:
-    """An ELBO for `numpyro.infer.SVI`, whose gradient is estimated as each site's estimator says.
+    """A `numpyro.infer.ELBO` for NumPyro's `SVI`, whose gradient is estimated as each site's estimator says.
 
     Args:
       estimators: an estimator for each site of the guide that is named.
@@ -61,9 +61,6 @@ def elbo(
         derivative, and else `likelihood_ratio()`, without a baseline where there is one lane.
       sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative (Roeder et
         al., 2017). Where the support moves with a differentiated parameter, as a uniform's bounds, this is an error.
-
-    Returns:
-      A `numpyro.infer.ELBO`, whose `loss(key, params, model, guide, *args, **kwargs)` is an ordinary JAX function.
 
     Raises:
       TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
@@ -75,11 +72,10 @@ def elbo(
       >>> def model(x):
       ...     z = numpyro.sample("z", dist.Bernoulli(0.5))
       ...     numpyro.sample("x", dist.Normal(2.0 * z, 1.0), obs=x)
-      >>> def guide(x):
-      ...     numpyro.sample("z", dist.Bernoulli(logits=numpyro.param("logit", 0.0)))
+      >>> guide = lambda x: numpyro.sample("z", dist.Bernoulli(logits=numpyro.param("logit", 0.0)))
       >>> elbo = ap.variational.elbo({"z": ap.likelihood_ratio()}, lanes=1000)
-      >>> loss = lambda params, x: elbo.loss(jax.random.key(0), params, model, guide, x)
-      >>> float(jax.jit(jax.grad(loss))({"logit": 0.0}, 1.5)["logit"]).__round__(1)  # the exact value is -0.25
+      >>> loss = lambda params: elbo.loss(jax.random.key(0), params, model, guide, 1.5)
+      >>> float(jax.jit(jax.grad(loss))({"logit": 0.0})["logit"]).__round__(1)  # the exact value is -0.25
       -0.2
     """
     estimators = dict(estimators or {})

@@ -16,8 +16,7 @@ def importance_weighted(samples: int) -> Bound:
     Args:
       samples: K, at least 1; with 1 it is the ELBO.
 
-    Raises:
-      TypeError: at trace time, for a proposal without a pathwise derivative.
+    A proposal without a pathwise derivative is a `TypeError` at trace time.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

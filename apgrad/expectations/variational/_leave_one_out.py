@@ -17,8 +17,7 @@ def leave_one_out(samples: int) -> Bound:
     Args:
       samples: K, at least 2.
 
-    Raises:
-      TypeError: at trace time, for a proposal without a density.
+    A proposal without a density is a `TypeError` at trace time.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -1,8 +1,7 @@
 """VIMCO: the importance-weighted bound of samples that have no pathwise derivative.
 
 Mnih & Rezende, Variational inference for Monte Carlo objectives, ICML 2016, equations 7 to 9. Each sample's score is
-multiplied by the bound less what the bound is with the sample's own weight replaced by the geometric mean of the other
-weights,
+multiplied by the bound less the bound with the geometric mean of the other weights in the place of the sample's own,
 
     b_k = log (sum of the other w + exp(mean of the other log w)) / K .
 """
@@ -19,8 +18,7 @@ def vimco(samples: int) -> Bound:
     Args:
       samples: K, at least 2.
 
-    Raises:
-      TypeError: at trace time, for a proposal without a density.
+    A proposal without a density is a `TypeError` at trace time.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
