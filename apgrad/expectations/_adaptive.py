@@ -1,6 +1,4 @@
-"""Total propagation in training: weights from the calls before.
-
-Weights come from what nodes saw in earlier calls (`mixing/_moments.py`): no halves of lanes as in cross-fitting.
+"""Total propagation in training: weights from what nodes saw in the calls before (`mixing/_moments.py`).
 
 *Unbiased given the past.* Given state and parameters the weights are constants, and a mixture with constant weights
 that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not),
@@ -9,12 +7,9 @@ and if the call's key is independent of all the keys that went into state and pa
 *By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`). A node sees
 its own variance, and not what cancels between nodes. Hence a *guard*: messages go back twice, with these weights and by
 reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
-twice the variance. The mean of a full window leaves out its largest change. An explosion makes two changes, before its
-call and after it, of which one counts.
+twice the variance. The mean of a full window leaves out its largest change: one of the two that an explosion makes.
 
 *What is slow.* After an explosion the likelihood ratio keeps its weight for one or two windows; else there is no delay.
-
-*How it is done.* Each visit of a mixer gets a row of weights with the tape, and sends back moments by a port.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,10 +39,8 @@ class AdaptiveState(NamedTuple):
     Attributes:
       moments: means over two windows, of the block of calls before and of this one, float32 (2, 2, visits, cells, 5).
       count: how many calls there were, an int32 scalar.
-      last: with `by_state`, the last call's gradients by reparameterization alone and by the weights, a pytree like the
-        gradient with a first axis (2,); else None.
-      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), the largest float32 where none was;
-        else None.
+      last: with `by_state` (else None) the last gradients by reparameterization and by the weights, arrays (2, ...).
+      changes: likewise, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), the largest float32 where none was.
     """
 
     moments: jax.Array
@@ -105,8 +98,7 @@ def adaptive(
 
     Raises:
       ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with
-        other than two estimators or with a weight for each coordinate, and a state of other shapes, as of a program
-        with another number of mixers.
+        other than two estimators or with a weight for each coordinate, and a state of another program.
       TypeError: at trace time, as `value_and_grad`.
 
     Example:

@@ -41,8 +41,7 @@ def credit(
     `parts`, the second axis of `zero`, (lanes, parts), is a function of what was there before the choice; `learn`
     trains it by the gradient of (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the
     lane is in no leave-one-out baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of
-    later costs (`_score.py`). `of_choose` says that the choice is one of `ap.choose`, to which a warning gives other
-    advice.
+    later costs (`_score.py`). With `of_choose`, a choice of `ap.choose`, a warning gives other advice.
     """
     ledger = tape._require_current(name)
     ledger.declared["scoring"] = name

@@ -64,10 +64,8 @@ def choose(
         choices each, such as the mean over a minibatch: then each choice pays for the others' costs.
 
     Example:
-      A minibatch: its examples are the lanes, the samples of an example are the estimator's.
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, w, x, y):     # x (examples, 4), y (examples,); the continuation is of one example
+      >>> def program(tape, w, x, y):     # x (examples, 4), y (examples,): a minibatch, whose examples are the lanes
       ...     return ap.choose(tape, dist.Bernoulli(logits=x @ w), lambda z, y: ((z - y) ** 2, None), ap.rloo(4), y)[0]
       >>> x, y = jnp.eye(4), jnp.array([0.0, 1.0, 0.0, 1.0])
       >>> jax.jit(ap.grad(program, lanes=4))(jax.random.key(0), jnp.zeros(4), x, y).shape     # the mean over examples

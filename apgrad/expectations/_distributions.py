@@ -59,9 +59,8 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
 def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Array:
     """What `x`, the sample of this key, was before it was rounded to half precision: the score is that of this one.
 
-    The program goes on with f(round(y)), and E[f(round(y)) score(y)] is the derivative of its expectation.
-    E[f(round(y)) score(round(y))] is not: of a normal distribution with the scale s it is too large by the fraction
-    d^2 / (12 s^2), where d is the distance between neighbouring numbers of half precision.
+    E[f(round(y)) score(y)] is the derivative of E[f(round(y))]. With score(round(y)) it would be too large by the
+    fraction d^2 / (12 s^2) for a normal of scale s, d being the distance between neighbouring numbers.
     """
     if not _is_half(x):
         return x

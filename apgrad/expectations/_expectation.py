@@ -1,7 +1,6 @@
 """Objectives: the expectation of a program's costs, as an ordinary JAX function.
 
-The program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`), and then with a
-tape that has what they asked for.
+The program is traced twice: first to collect what nodes ask of the tape (`_ledger.py`), then with a tape that has it.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,18 +51,16 @@ def expectation(
       check_nan: raise an error when a lane's costs are NaN, by a host callback. Turn it off to export a program.
 
     Returns:
-      `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype where
-      that is wider. It works under `jit`, `grad`, `vmap`, `scan` and sharding.
+      `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype if that is wider.
 
     Raises:
       ValueError: at trace time, for lanes that are not a positive integer, no costs, or a tape that is not the last.
       TypeError: at trace time, for a program that does not return its tape or a key that is none.
 
     Example:
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, theta):
-      ...     tape, x = flip(tape, theta)
+      ...     tape, x = ap.sample(tape, dist.Bernoulli(probs=jnp.full(tape.lanes, theta)), ap.likelihood_ratio())
       ...     return tape.cost((x - 0.45) ** 2)
       >>> objective = ap.expectation(program, lanes=100_000)
       >>> float(jax.jit(jax.grad(objective, argnums=1))(jax.random.key(0), 0.3)).__round__(2)     # 0.55^2 - 0.45^2
@@ -119,9 +116,7 @@ def value_and_grad(
     Returns:
       `function(key, *args) -> (value, gradient)`; with `has_aux`, `((value, aux), gradient)`.
 
-    Raises:
-      ValueError: if argnums names the key.
-      TypeError: at trace time, if a differentiated argument is not floating point.
+    In `argnums`, an argument that is not floating point is a `TypeError` at trace time, and the key is a `ValueError`.
 
     Example:
       >>> import jax, apgrad as ap

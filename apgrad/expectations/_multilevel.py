@@ -34,7 +34,7 @@ from apgrad.expectations._lanes import over
 
 
 class MultilevelState(NamedTuple):
-    """What earlier calls left: a pytree of arrays, to be carried through training. D is of L differences.
+    """What earlier calls of `multilevel` left: a pytree to be carried through training. D is of L differences.
 
     Attributes:
       difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,),
@@ -63,16 +63,13 @@ def multilevel(
 ) -> Adaptive:
     """Gradients for training, less biased than clipped ones: levels of clipping, weighed by what repeats.
 
-    A call evaluates the program once, and its reverse pass once for each level. The state is a `MultilevelState`.
-    If the gradient of the first level explodes, as where all lanes explode alike, the sum is worse than that level
-    alone: take `likelihood_ratio` or `total_propagation`.
+    A call takes one forward pass, and a reverse pass for each level. If the first level's gradient explodes, as it does
+    where all lanes explode alike, the sum is worse than that level: take `likelihood_ratio` or `total_propagation`.
 
     Args:
       value_and_grad: `(key, *args, level) -> (value, gradient)`, as `ap.value_and_grad` of a program whose last
-        argument is the factor of `ap.clip_lanes`, or any other gradient with a knob for its bias. Its value is the
-        same at all levels.
-      levels: the knob's settings, at least two numbers, from much bias and little noise to no bias. What a number means
-        is not known here, and so their order is not checked: the last one is taken for unbiased.
+        argument is the factor of `ap.clip_lanes`, or with any knob for the gradient's bias that leaves the value alone.
+      levels: at least two settings of the knob, from much bias and little noise to no bias; the order is not checked.
       window: over how many earlier calls, about, the weights are averaged.
 
     Raises:

@@ -21,8 +21,7 @@ class NodeVariances(NamedTuple):
     first argument but made of it, as in `step(tape, 10 * theta, x)`, the chain rule's factor, here 10, is not in the
     variances: do not compare nodes whose factors differ, or nodes with the variance of the program's gradient.
 
-    These are variances of the mean over lanes, summed over the target's elements. A target of more than 16 numbers is
-    sketched, which keeps them on average.
+    These are variances of the mean over lanes, summed over the target's elements. More than 16 elements are sketched.
 
     Attributes:
       rp: the variance of reparameterization, where reparameterization alone is sent back.
@@ -61,8 +60,7 @@ def node_variances(
       *args: the program's arguments after the tape, of which the first is differentiated.
       weights: how total propagation mixes.
 
-    Raises:
-      ValueError: for a program without a node that has this estimator, or with such a node of `ap.sample`.
+    A program without a node that has this estimator is a `ValueError`, and so is such a node of `ap.sample`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -1,8 +1,7 @@
 """Choices that were made elsewhere: `ap.score`.
 
-A value x was drawn from a *behaviour* distribution with density b(x), say by a language model that generates with a
-cache, or by the policy of an earlier update. The program wants the expectation under its own distribution p_theta, and
-(importance sampling; Precup, Sutton & Singh, "Eligibility traces for off-policy policy evaluation", ICML 2000)
+A value x was drawn from a *behaviour* distribution with density b(x); the program wants the expectation under its own,
+p_theta (importance sampling; Precup, Sutton & Singh, "Eligibility traces for off-policy policy evaluation", ICML 2000):
 
     E_p[c(x)] = E_b[c(x) w],   w = p_theta(x) / b(x),   d/dtheta E_p[c(x)] = E_b[c(x) w d log p_theta(x) / dtheta]
 
@@ -68,12 +67,10 @@ def score(
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> thrown = jax.random.bernoulli(jax.random.key(0), 0.5, (100_000,)).astype(int)
       >>> def program(tape, p):
-      ...     coins = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
-      ...     tape = ap.score(tape, coins, thrown, behaviour_log_prob=jnp.full(tape.lanes, jnp.log(0.5)))
-      ...     return tape.cost(thrown)
-      >>> value, derivative = jax.jit(ap.value_and_grad(program, lanes=100_000))(jax.random.key(1), 0.3)
-      >>> float(value).__round__(2), float(derivative).__round__(2)
-      (0.3, 1.0)
+      ...     coins = dist.Bernoulli(probs=jnp.full(tape.lanes, p))
+      ...     return ap.score(tape, coins, thrown, behaviour_log_prob=jnp.full(tape.lanes, jnp.log(0.5))).cost(thrown)
+      >>> [float(v).__round__(2) for v in jax.jit(ap.value_and_grad(program, lanes=100_000))(jax.random.key(1), 0.3)]
+      [0.3, 1.0]
     """
     what = "score"
     require_tape(what, tape)

@@ -102,8 +102,7 @@ def sample(
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once: `(tape, x)`, with x of shape (lanes, ...).
 
-    Mixers weigh their estimators by the per-lane gradients of the distribution's parameters that have the lanes as
-    leading axis, each coordinate by itself. A parameter that lanes share gets one weight, made from all of these.
+    Mixers weigh parameters with the lanes as leading axis coordinate by coordinate, and those that lanes share as one.
 
     Args:
       tape: the current tape.
@@ -112,16 +111,14 @@ def sample(
       parts: the second batch axis numbers independent parts, as in `stochastic`.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`, as in `stochastic`.
 
-    Raises:
-      TypeError, ValueError: at trace time, as `stochastic`.
+    The errors are those of `stochastic`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def program(tape, logits):
-      ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
-      ...     tape, x = ap.sample(tape, d, ap.likelihood_ratio())
+      >>> def program(tape, p):
+      ...     tape, x = ap.sample(tape, dist.Categorical(probs=jnp.tile(p, (tape.lanes, 1))), ap.likelihood_ratio())
       ...     return tape.cost(jnp.array([1.0, 4.0, 9.0])[x])
-      >>> jax.jit(ap.grad(program, lanes=100))(jax.random.key(0), jnp.zeros(3)).shape
+      >>> jax.jit(ap.grad(program, lanes=100))(jax.random.key(0), jnp.ones(3) / 3).shape
       (3,)
     """
     _require_estimator("sample", estimator)

@@ -9,8 +9,7 @@ leading axis), a random choice x with log-density l adds `zero_with_gradient(l(x
 to the lane's total; the objective is the mean of the totals. In value, (*) is c. Its derivatives are those of DiCE
 (`dice` of `_ports.py`): in expectation right to any order, with the pathwise derivatives of c. The baseline b, a
 constant to differentiation, must not depend on the lane's own choices. So the cotangent that arrives at a choice
-through p is, for each lane, the cost after the choice less the baseline, over B. Likelihood ratio multiplies it by the
-score; total propagation reads it.
+through p is, for each lane, the cost after the choice less the baseline, over B: what multiplies the score.
 
 Each p is a *port* (`_ports.py`), made only where a node asks for it (`_channels.py`): one for the lane, or one for each
 of its *parts*, so that a part's choices pay for the costs of that part only.
@@ -115,9 +114,7 @@ class Tape:
             `(key, cost_function, *args) -> (pathwise, message)` of arrays (lanes,): the term whose value and
             pathwise derivative count, and what random choices before it are charged.
 
-        Raises:
-          ValueError: at trace time, for shapes that are not one cost a lane.
-          TypeError: at trace time, for costs that are not real numbers.
+        Costs that are not real numbers are a `TypeError` at trace time, shapes that are not one a lane a `ValueError`.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -154,25 +151,22 @@ class Tape:
         factor^(t - s): discounted costs-to-go, of less variance, and **biased** for the sum of the costs. To discount
         the costs themselves, which biases nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
-        Credit fades in derivatives of every order, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019). Where
-        choices of parts meet choices or costs of the lane the first order is all there is.
+        Credit fades in derivatives of every order, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
           factor: from 0 to 1, a scalar or one a lane, (lanes,); a constant to differentiation, unchecked where traced.
 
         Raises:
-          ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
-            mixer, which adds pathwise derivatives that are not faded.
+          ValueError: for a factor out of range; at trace time, in a branch of `parallel` or a program with a mixer.
           TypeError: for a second derivative in a program with choices of parts and choices or costs of the lane.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-          >>> flip = ap.stochastic(ap.likelihood_ratio())(lambda logit: dist.Bernoulli(logits=logit))
-          >>> def program(tape, logit):
-          ...     tape, x = flip(tape, logit)
-          ...     return tape.discount(0.5).cost(x.astype(jnp.float32))
-          >>> float(jax.jit(ap.grad(program, lanes=100_000))(jax.random.key(0), 0.0)).__round__(2)  # half of p (1 - p)
-          0.13
+          >>> def program(tape, p):
+          ...     tape, x = ap.sample(tape, dist.Bernoulli(probs=jnp.full(tape.lanes, p)), ap.likelihood_ratio())
+          ...     return tape.discount(0.5).cost(x)
+          >>> float(jax.jit(ap.grad(program, lanes=100_000))(jax.random.key(0), 0.5)).__round__(2)  # of 1, one half
+          0.5
         """
         ledger = self._require_current("discount")
         if ledger.branches:

@@ -41,8 +41,7 @@ class Row(NamedTuple):
       mean: the mean of the estimates.
       standard_error: the standard error of the mean.
       bias: the mean less the truth, 0 where that is rounding; None where no truth is known, and for the reference.
-      off: the bias of the worst element in standard errors, infinite where nothing varies; nan without truth, and where
-        an estimate is not finite.
+      off: the worst element's bias in standard errors; infinite where nothing varies, nan without truth or finite mean.
       biased: whether the mean is farther off than chance takes it once in 1000 times (`ap.testing.assert_unbiased`).
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan where `off` is.
@@ -121,8 +120,6 @@ def compare(
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
-    Estimates are computed one after the other, by a compiled `lax.map`; objectives take turns, a chunk each.
-
     Gradients with a state (`ap.adaptive`, `ap.multilevel`) are no such objectives: judge them by training.
 
     Args:
@@ -138,20 +135,14 @@ def compare(
 
     Raises:
       ValueError: for no objectives, too few estimates, truth and reference both, an unknown reference, a truth of
-        another form; with their messages, where all the objectives or the reference raise an error; for a truth, or
-        estimates of the reference, that are not finite.
+        another form; where all objectives or the reference raise errors; for a truth or reference that is not finite.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def objective(estimator):
-      ...     def program(tape, theta):
-      ...         tape, x = ap.sample(tape, dist.Normal(jnp.full(tape.lanes, theta), 1.0), estimator)
-      ...         return tape.cost(x**2)
-      ...     return ap.expectation(program, lanes=100)
-      >>> objectives = {"RP": objective(ap.reparameterization()), "LR": objective(ap.likelihood_ratio())}
+      >>> import jax, apgrad as ap
+      >>> objectives = {"right": lambda key, x: x**2 + x * jax.random.normal(key), "wrong": lambda key, x: x}
       >>> found = ap.diagnostics.compare(objectives, jax.random.key(0), 1.0, truth=2.0)
       >>> [row.biased for row in found.rows.values()]
-      [False, False]
+      [False, True]
     """
     if not objectives or rounds < 1 or num_estimates < 2:
         found = f"{len(objectives)} objective(s), {rounds=}, {num_estimates=}"

@@ -8,12 +8,10 @@ have other weights than the contribution. `ap.expectation(..., cross_fit=True)` 
 Let c_e be the per-lane contributions to the target, V the variance over lanes summed over the target's elements, and
 D = c_2 - c_1, all centred over lanes; < , > is the inner product over lanes and elements.
 
-* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e). Right for independent
-  estimators, which these are not.
+* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e), as if independent.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
 * *Suffix covariance*: with G a lane's gradient gathered on the way back, the least V(G + c_1 + k D) is at k = - <G +
   c_1, D> / <D, D>. For the message it is greedy: what suits this node's contribution may explode in the nodes before.
-* *Decoupled*: the message by local covariance, the contribution by suffix covariance.
 
 *Shrinkage.* An estimated k is noisy. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
 best k* does, which is least at s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961).
@@ -26,8 +24,7 @@ In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two cha
 smaller, by the mean over lanes of log |c_e|, here not centred; a variance would turn with the one lane in thousands
 that is large. Stronger shrinkage takes away small weights of c_2, which alone keep a rare lane from exploding.
 
-*Where the simulator jumps*, at a contact say, the pathwise derivative does not see the jump: reparameterization is
-biased, its variance is small, and all these rules give it the weight (`experiments/parts/jump_weights.py`).
+*Where the simulator jumps*, reparameterization is biased, of small variance, and all these rules give it the weight.
 """
 
 import functools
@@ -46,8 +43,7 @@ class Weighting(NamedTuple):
     Attributes:
       rule: `(gradients, suffix) -> weights`, (estimators,), which sum to 1: others are an error, or NaN where they
         are computed. `gradients`, (estimators, lanes, features), are each estimator's contributions to the target, or a
-        sketch of them, which keeps inner products on average. `suffix`, (lanes, features), is the sum of those of later
-        nodes, or zeros.
+        sketch of them, which keeps inner products on average. `suffix`, (lanes, features), are the later nodes', or 0.
       suffix: whether the gradient of later nodes is gathered for the rule: over the calls of one decorated function, of
         its shared arguments, and where these have more than 16 numbers also of the arrays that it closes over.
     """
@@ -76,9 +72,8 @@ def inverse_variance() -> Weights:
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
-      >>> rule = ap.weights.inverse_variance().message.rule
       >>> gradients = jnp.array([[[1.0], [-1.0]], [[2.0], [-2.0]]])       # 2 estimators, 2 lanes, 1 feature
-      >>> [round(float(w), 3) for w in rule(gradients, jnp.zeros((2, 1)))]
+      >>> [round(float(w), 3) for w in ap.weights.inverse_variance().message.rule(gradients, jnp.zeros((2, 1)))]
       [0.8, 0.2]
     """
     return Weights(Weighting(_inverse_variance))
@@ -112,16 +107,12 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
     """The message by local covariance, the contribution by suffix covariance, both shrunk. The default.
 
     Args:
-      shrinkage: the factor of v / k^2 in this module's formula; 0 for no shrinkage.
-
-    Raises:
-      ValueError: for a shrinkage that is not a finite number of at least 0.
+      shrinkage: the factor of v / k^2 in this module's formula, at least 0, else a `ValueError`; 0 for no shrinkage.
 
     Example:
       >>> import apgrad as ap
-      >>> weights = ap.weights.decoupled()
-      >>> weights.message.suffix, weights.contribution.suffix
-      (False, True)
+      >>> [purpose.suffix for purpose in ap.weights.decoupled()]    # message, contribution
+      [False, True]
     """
     rule = least_variance(shrinkage)
     return Weights(Weighting(rule), Weighting(rule, suffix=True))
@@ -130,8 +121,7 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
 def per_step_inverse_variance() -> Weights:
     """Inverse-variance weights of each step's contribution; messages go back by reparameterization alone.
 
-    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it, from others' words and
-    code. The message explodes wherever reparameterization explodes.
+    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161), as we know it from others' words and code.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

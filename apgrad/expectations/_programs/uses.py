@@ -56,8 +56,7 @@ Arrays = Sequence[Any]  # of arrays, or of pytrees of arrays
 def expose(program: Program, inputs: Values, ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
     """Evaluates a program of one lane, with ports added to what its uses make.
 
-    Returns `(outputs, operands, made)`: the program's outputs; for each use what it takes of the lane, and its
-    floating-point outputs. For a `scan` with uses inside, lists of such entries, stacked along the steps.
+    The program's outputs, and for each use its operands and floating-point outputs; of a `scan`, stacked over steps.
     """
     walk = _Expose(ports)
     return walk.run(program, inputs), walk.operands, walk.made

@@ -1,7 +1,6 @@
 """The backward pass of a mixer's node: what its estimators answer, weighed and added up.
 
-Messages go back through each estimator, lane by lane, to the distribution's parameters. The *way back* from there on
-says what is weighed, and by what:
+Messages go back through each estimator, lane by lane, to the distribution's parameters. From there the *way back* is:
 
 * `by_arguments` (`target="arguments"`): one weight a node for the message to the lanes' own arguments, and one for the
   contribution to shared arguments, by a rule of `weights.py` on features (`_features.py`), or by `ap.adaptive`.

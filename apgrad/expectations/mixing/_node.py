@@ -39,11 +39,7 @@ def draw_by_mixer(
     args: Sequence[Any],
     keys: jax.Array,
 ) -> tuple[Tape, jax.Array, list[Charge]]:
-    """Samples the distribution `function(*args of one lane)` of each lane, with a mixer's node for the way back.
-
-    An argument's axis is 0, where its leading axis is the lanes, or None, where lanes share it. Calls of one name
-    gather a suffix together. Returns the next tape, the sample, and the zeros that are to be charged with costs.
-    """
+    """Samples the distribution `function(*args of one lane)` of each lane, with a mixer's node for the way back."""
     at_arguments = mixer.target != "parameters"
     adaptive = _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
     arrays, restore = arrays_of([x for x, axis in zip(args, axes, strict=True) if axis is None])
