@@ -50,7 +50,7 @@ def normalize_tensors() -> optax.GradientTransformation:
 
     def one(g):
         size, norm = scaled_norm(g)
-        return (g.astype(size.dtype) / size / (norm + 1e-8 / size)).astype(g.dtype)
+        return (widened(g)[0] / size / (norm + 1e-8 / size)).astype(g.dtype)
 
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates))
 

@@ -194,6 +194,12 @@ def test_a_norm_that_overflows_clips_and_normalizes_all_the_same(dtype, size):
     np.testing.assert_allclose(np.float32([normalized["a"][0], normalized["b"]]), [1.0, 1.0], rtol=1e-2)
 
 
+def test_normalized_complex_gradients_keep_their_imaginary_part():
+    with jax.numpy_dtype_promotion("standard"):
+        normalized, _ = meta.normalize_tensors().update(jnp.array([3 + 4j, 0j]), None)
+    np.testing.assert_allclose(normalized, [0.6 + 0.8j, 0], rtol=1e-6)
+
+
 def first(outer, theta, key):
     return outer(theta, key, outer.init(theta, key))
 
