@@ -6,9 +6,11 @@
 The system, the tasks, the policies and the optimizer are those of `experiments.policy_search`. "RP, lanes clipped" cuts
 a lane's message to 4 times the typical lane's at every step (`ap.clip_lanes`), and "TP, lanes clipped" does so in total
 propagation (`ap.adaptive`); `total_propagation` in results.json is how much more the second costs on the same seeds.
-"multilevel" weighs levels of clipping by what repeats from call to call, up to no clipping (`ap.multilevel`), with one
-setting for both tasks. Beside them are the best of `policy_search`'s plain methods: reparameterization (RP), and
-reparameterization over horizons of ten steps. The gradient of every method is clipped by its global norm.
+With "growth clipped" no message is cut below the length that it has when it comes back to the last state
+(`growth_only=True`). "multilevel" weighs levels of clipping by what repeats from call to call, up to no clipping
+(`ap.multilevel`), with one setting for both tasks. Beside them are the best of `policy_search`'s plain methods:
+reparameterization (RP), and reparameterization over horizons of ten steps. The gradient of every method is clipped by
+its global norm.
 
 Adam's learning rate is tuned for each method and task on seeds of its own, by the cost at the end of `steps` steps,
 which is the mean of the last fifth of the evaluations. The curves are of other seeds, the same for all methods, at the
@@ -17,6 +19,7 @@ which RP makes so many steps, and another method fewer where its own take longer
 the fastest round, measured in one process in which all methods take turns.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,8 @@ METHODS = {name: PLAIN[name] for name in ("RP", "RP, short")}
 METHODS["RP, lanes clipped"] = PLAIN["RP"]._replace(clip_factor=4.0, colour="#d95f02")
 METHODS["multilevel"] = PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1")
 METHODS["TP, lanes clipped"] = PLAIN["TP adaptive"]._replace(clip_factor=4.0)
+METHODS["RP, growth clipped"] = METHODS["RP, lanes clipped"]._replace(growth_only=True, colour="#e7298a")
+METHODS["TP, growth clipped"] = METHODS["TP, lanes clipped"]._replace(growth_only=True, colour="#666666")
 
 
 class Config(harness.Config):
@@ -90,11 +95,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         ends = {name: _end(costs, config.steps) for name, costs in curves[task].items()}
         best = min((name for name in METHODS if name in PLAIN), key=lambda name: ends[name].mean())
         figures[task] = {"seeds": len(ends[best]), "best_plain": best, "total_propagation": {}}
-        for steps in (config.steps, config.long):
-            more = np.subtract(*(_end(curves[task][f"{m}, lanes clipped"], steps) for m in ("TP", "RP")))
+        for steps, cut in itertools.product((config.steps, config.long), ("lanes", "growth")):
+            more = np.subtract(*(_end(curves[task][f"{m}, {cut} clipped"], steps) for m in ("TP", "RP")))
             low, high = policies.bounds(config, more)
             found = {"more": float(more.mean()), "low": low, "high": high, "median": float(np.median(more))}
-            figures[task]["total_propagation"][f"after_{steps}"] = found
+            figures[task]["total_propagation"][f"{cut}_after_{steps}"] = found
         for name, costs in curves[task].items():
             less, more = policies.bounds(config, ends[name] - ends[best])
             success = policies.first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)

@@ -10,9 +10,14 @@ as a median. T scales with the messages: units and horizon do not matter, and wh
 *Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], and the gradient is that of
 no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages.
 
+*What grows.* A lane whose cost is far from the others' has a long message from the beginning. Where it is one of few
+that a settled policy still misses, T cuts what would teach it. With `growth_only` the limit is max(T, |m_last|), with
+m_last the lane's message at the last call of the program, which comes from costs alone: chaos has added what is cut.
+
 *What overflows.* An infinite message is cut to T in the direction of its infinite components; one with NaN passes.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -26,6 +31,7 @@ from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._lanes import over, require_lanes, require_mask
+from apgrad.expectations._ports import Port
 from apgrad.expectations._tape import Tape, require_tape
 
 
@@ -37,6 +43,7 @@ def clip_lanes(
     parts: bool | None = None,
     mask: jax.Array | None = None,
     counts: jax.Array | None = None,
+    growth_only: bool = False,
 ) -> tuple[Tape, Any]:
     """The same state; on the way back a lane's message is cut where it is much longer than the typical lane's.
 
@@ -52,6 +59,8 @@ def clip_lanes(
       parts: the second axis numbers parts, as in `stochastic`; each is cut by itself, by the typical length of all.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`; False takes a finished episode out of the typical length.
       counts: `jnp.zeros(2)`, an argument of the program: its derivative counts messages cut, and messages not finite.
+      growth_only: cut no message below the length that it has when it comes back to the last call, and none there: for
+        a call at every step. Calls on states of equal shapes are taken for those of one state.
 
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor not above 0.
@@ -84,11 +93,18 @@ def clip_lanes(
     factor = lax.stop_gradient(jnp.asarray(factor, real_dtype(floats)))
     log_factor = jnp.where(factor > 0, jnp.log(factor), jnp.nan)
     counts = jnp.zeros(2) if counts is None else counts
-    return tape._follow(), _clip(x, counts, living, log_factor, Static(tape._plan.folds)) if floats else x
+    if not floats:
+        return tape._follow(), x
+    port = Port(f"clip_lanes {[leaf.shape for leaf in floats]}", shape)
+    given = channels.request(tape, port, what) if growth_only else None
+    last = jnp.zeros(shape) if given is None else given
+    x, after = _clip(x, last, counts, living, log_factor, Static((tape._plan.folds, growth_only)))
+    return channels.put(tape, port, None if given is None else after, what), x
 
 
-def _backward(memory, message):
-    living, log_factor, folds = memory
+def _backward(memory, messages):
+    (living, log_factor, static), (message, last) = memory, messages
+    folds, growth_only = static.value
     shape, leaves = living.shape, [m for m in jax.tree.leaves(message) if is_inexact(m)]
     sizes = [jnp.abs(m).astype(log_factor.dtype).reshape(*shape, -1) for m in leaves]
     size = largest([jnp.max(x, -1, initial=0) for x in sizes])
@@ -102,10 +118,15 @@ def _backward(memory, message):
     squares = sum(jnp.sum(jnp.square(jnp.abs(direction(m))).reshape(*shape, -1), -1) for m in leaves)
     half = jnp.log(jnp.where(usable | infinite, squares, 1)) / 2
     length = jnp.log(scale) + half  # its logarithm
-    counted = (usable & living).reshape(folds.value, -1)
+    counted = (usable & living).reshape(folds, -1)
     mean = jnp.mean(length.reshape(counted.shape), 1, where=counted)
     limit = jnp.where(counted.any(1), log_factor + mean, jnp.inf)
     limit = jnp.broadcast_to(limit[:, None], counted.shape).reshape(shape)
+    if growth_only:
+        first, most = last == 0, math.log(jnp.finfo(last.dtype).max)
+        known = jnp.log(jnp.where(first, 1, last).astype(limit.dtype))
+        limit = jnp.maximum(limit, jnp.where(first, jnp.where(usable, length, -jnp.inf), known))
+        last = jnp.where(first & usable, jnp.exp(jnp.minimum(length, most)).astype(last.dtype), last)
     cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # a limit of NaN, of no positive factor, cuts
 
     def answer(m):
@@ -114,8 +135,8 @@ def _backward(memory, message):
         return jnp.where(over(cut, m.ndim), (direction(m) * over(jnp.exp(limit - half), m.ndim)).astype(m.dtype), m)
 
     counts = jnp.stack([cut.sum(), (~jnp.isfinite(size)).sum()])
-    return jax.tree.map(answer, message), counts, None, None, None
+    return jax.tree.map(answer, message), last, counts, None, None, None
 
 
 _ONCE = "clip_lanes has no second derivative, since what it cuts is none: use it for first derivatives alone"
-_clip = node(first_order(Propagator(lambda x, counts, *rest: (x, rest), _backward), _ONCE))
+_clip = node(first_order(Propagator(lambda x, last, counts, *rest: ((x, last), rest), _backward), _ONCE))

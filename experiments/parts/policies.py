@@ -43,6 +43,7 @@ class Method(NamedTuple):
     colour: str = "black"  # of its curves.
     clip_factor: float = 0  # a lane's message is cut to so many times the typical lane's; 0 for any.
     multilevel: bool = False  # levels of such clipping, `ap.multilevel`.
+    growth_only: bool = False  # cut only what has grown since it came from the last state.
     by_state: bool = False  # its option.
 
 
@@ -70,7 +71,7 @@ def program(system: System, method: Method, task: str, horizon: int, has_aux: bo
                 s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
             tape, s = step(tape, policy, s)
             if method.clip_factor or method.multilevel:
-                tape, s = ap.clip_lanes(tape, s, factor)
+                tape, s = ap.clip_lanes(tape, s, factor, growth_only=method.growth_only)
             return (tape.cost(system.cost(s) / horizon) if task == "every step" else tape, s), None
 
         (tape, s), _ = jax.lax.scan(body, (tape, system.start(key, tape.lanes)), jnp.arange(horizon))

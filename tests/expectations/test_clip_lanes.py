@@ -89,6 +89,35 @@ def test_what_does_not_count_for_the_typical_lane():
     assert np.isposinf(got[0, 0]) and not got[1:].any() and counts.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("options", [{}, {"cross_fit": True}, {"data": 5}], ids=str)
+def test_only_growth_is_cut(options):
+    """A chain of four calls of random gains: the lengths at the last call, or T, bound those at the earlier ones."""
+    shape = (LANES, 5) if "data" in options else (LANES,)
+    gains, cost = abs(lognormal(4, *shape)), lognormal(*shape, seed=1)
+    alive = jnp.arange(cost.size).reshape(shape) % 3 > 0
+
+    def program(tape, x):
+        def body(carry, gain):
+            tape, x = carry
+            tape, x = ap.clip_lanes(tape, x, 2.0, mask=alive, growth_only=True, parts="data" in options)
+            return (tape, x * gain), None
+
+        (tape, x), _ = jax.lax.scan(body, (tape, x), gains)
+        return tape.cost(x * cost)
+
+    expected, last, cut = np.array(cost, np.longdouble), np.zeros(shape), 0
+    for gain in np.array(gains)[::-1]:
+        sent = expected * gain
+        limited, _ = formula(sent[..., None], alive, 2.0, 2 if "cross_fit" in options else 1, axes=len(shape))
+        limit = np.maximum(np.abs(limited[..., 0]), np.where(last > 0, last, np.abs(sent)))
+        last = np.where(last > 0, last, np.abs(sent))
+        expected, cut = np.sign(sent) * np.minimum(np.abs(sent), limit), cut + np.sum(limit < np.abs(sent))
+    objective = jax.grad(ap.expectation(program, LANES, **options), argnums=1)
+    got = jax.jit(objective)(KEY, jnp.zeros(shape))
+    assert cut > 3
+    np.testing.assert_allclose(got * cost.size, expected, rtol=1e-5)
+
+
 SIZES = [("float32", 1e30, 1e-5), ("bfloat16", 1e30, 1e-2), ("float64", 1e200, 1e-12)]
 
 
