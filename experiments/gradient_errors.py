@@ -6,9 +6,9 @@
 The system and the policies are those of `experiments.policy_search`, at a cost of every step. A policy is drawn by a
 seed and trained for a number of steps by reparameterization over horizons of ten steps. There the gradient is estimated
 many times, with independent keys, by reparameterization (RP), the likelihood ratio (LR), total propagation (TP is
-`ap.adaptive`, TP by state its option), RP whose messages are cut at 4 and at 10 times the typical lane's
-(`ap.clip_lanes`), and levels of clipping (`ap.multilevel`). Levels and TP go on from call to call, after `past` calls
-at the same policy.
+`ap.adaptive`, TP by state its option), RP whose messages are cut at 4 and at 10 times the typical lane's, or at 4 where
+they have grown (`ap.clip_lanes`), and levels of clipping (`ap.multilevel`). Levels and TP go on from call to call,
+after `past` calls at the same policy.
 
 The truth is the mean of other estimates of that unbiased gradient which has the least variance. The squared bias is
 the squared distance of the means, less what the noise of both adds to it. `ratio` is variance and squared bias over the
@@ -33,6 +33,7 @@ METHODS = {"RP": PLAIN["RP"], "LR": PLAIN["LR"], "TP": PLAIN["TP adaptive"]._rep
 METHODS["TP by state"] = PLAIN["TP adaptive"]._replace(by_state=True)
 METHODS["clipped at 4"] = PLAIN["RP"]._replace(clip_factor=4.0, colour="#2a8a3e")
 METHODS["clipped at 10"] = PLAIN["RP"]._replace(clip_factor=10.0, colour="#8c6d1f")
+METHODS["growth clipped at 4"] = METHODS["clipped at 4"]._replace(growth_only=True, colour="#e7298a")
 METHODS["multilevel"] = PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1")
 PAIR = ("RP", "LR")
 BASELINES = (*PAIR, "TP")

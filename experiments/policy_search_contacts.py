@@ -6,10 +6,11 @@
 The simulator is `parts/puck.py`: each contact with a round post scatters, and the pathwise gradient through an episode
 explodes. The policy is a network of two hidden layers, from place and velocity to two forces; the cost is the mean over
 an episode's steps. Gradients are those of `experiments.policy_search_clipped`: reparameterization (RP), over the whole
-episode and over ten steps (`RP, short`), lanes clipped at 4 times the typical lane's message, levels of clipping
-(`multilevel`), and `ap.adaptive` with lanes clipped (`TP, lanes clipped`); and the likelihood ratio (LR). `SHAC` is a
-short-horizon actor-critic in plain JAX (`parts/actor_critic.py`), with windows of ten steps. In a step it makes as many
-updates as windows fit into an episode, so that all methods simulate the same number of steps in a step.
+episode and over ten steps (`RP, short`), lanes clipped at 4 times the typical lane's message, all or only where it has
+grown (`RP, growth clipped`), levels of clipping (`multilevel`), and `ap.adaptive` with lanes clipped (`TP, lanes
+clipped`); and the likelihood ratio (LR). `SHAC` is a short-horizon actor-critic in plain JAX (`parts/actor_critic.py`),
+with windows of ten steps. In a step it makes as many updates as windows fit into an episode, so that all methods
+simulate the same number of steps in a step.
 
 Adam's learning rate, the actor's of SHAC, is tuned for each method by the cost at the end, the mean of the last fifth
 of the evaluations, on seeds of its own. The curves are of other seeds, the same for all methods, at the tuned rate.
@@ -41,7 +42,7 @@ EVERY = 5  # steps from one evaluation to the next
 SHAC, EXPLOSION, TASK = "SHAC", "explosion", "every step"
 METHODS = {name: CLIPPED[name] for name in ("RP", "RP, short")}
 METHODS |= {SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"), "LR": PLAIN["LR"]._replace(colour="#777777")}
-METHODS |= {name: CLIPPED[name] for name in ("RP, lanes clipped", "multilevel", "TP, lanes clipped")}
+METHODS |= {n: CLIPPED[n] for n in ("RP, lanes clipped", "RP, growth clipped", "multilevel", "TP, lanes clipped")}
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
 
 
