@@ -73,6 +73,7 @@ PROGRAMS = {
     "remat": (lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x), [draw(5, 7)], draw(5)),
     "layer norm": (lambda p, x: jax.nn.standardize(x @ p[0]) * p[1] + p[2], [draw(5, 7), draw(7), draw(7)], draw(5)),
     "an output of its own": (lambda p, x: (jnp.exp(p[0]), 2 * x, jnp.argmax(p[0])), [draw(5)], draw(5)),
+    "without elements": (lambda p, x: x * p[0] + jnp.sum(p[1]), [draw(5), draw(0, 3)], draw(5)),
     "complex filter": (lambda p, x: jnp.fft.irfft(jnp.fft.rfft(x) * (p[0] + 1j * p[1])), [draw(4), draw(4)], draw(6)),
     "complex view": (lambda p, x: x * jnp.abs(p[0] + 1j * p[1]), [draw(5), draw(5)], draw(5)),
     "NNX": (lambda p, x: nnx.merge(LINEAR[0], p)(x), LINEAR[1], draw(5)),

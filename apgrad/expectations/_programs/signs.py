@@ -153,8 +153,8 @@ def _inner(array, signs):
 def dense(signs: Any, shape: Sequence[int]) -> jax.Array:
     if not isinstance(signs, Factors):
         return signs
-    made = signs.scale.reshape(-1, *[1] * len(shape))
+    made = signs.scale.reshape(NUMBER, *[1] * len(shape))
     for axis, (factor, size) in enumerate(zip(signs.axes, shape, strict=True)):
         if factor is not None:
-            made = made * factor.reshape(-1, *[size if i == axis else 1 for i in range(len(shape))])
+            made = made * factor.reshape(NUMBER, *[size if i == axis else 1 for i in range(len(shape))])
     return jnp.broadcast_to(made, (NUMBER, *shape))
