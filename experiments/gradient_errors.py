@@ -105,8 +105,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     for name, x in found.items():
         off = np.square(x.mean(0) - truth).sum() - noise - variances[name] / config.estimates
         lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(truth)
-        result[name] = {"variance": variances[name]}
-        result[name]["squared_bias"] = 0.0 if name in UNBIASED else max(0.0, float(off))
+        result[name] = {"variance": variances[name], "squared_bias": 0.0 if name in UNBIASED else max(0.0, float(off))}
         result[name]["cosine"] = float(np.median(x @ truth / np.where(lengths > 0, lengths, 1)))
     return result
 
@@ -114,8 +113,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows, figures = [], {}
     for cell, found in records:
-        plain = min(found[name]["variance"] for name in PAIR)
-        best = min(found[name]["variance"] for name in BASELINES)
+        plain, best = (min(found[name]["variance"] for name in names) for names in (PAIR, BASELINES))
         explodes = found["RP"]["variance"] > 10 * found["LR"]["variance"]
         for name in METHODS:
             row = {**cell, "method": name, "squared_truth": found["squared_truth"], "RP_explodes": explodes}
@@ -123,8 +121,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             rows.append(row | {"ratio": row["error"] / best, "of_plain": row["error"] / plain})
 
     def gathered(name, column, **chosen):
-        mine = [r for r in rows if r["method"] == name and all(r[k] == v for k, v in chosen.items())]
-        ratios = [r[column] for r in mine]
+        ratios = [r[column] for r in rows if r["method"] == name and all(r[k] == v for k, v in chosen.items())]
         return {"mean": float(np.exp(np.mean(np.log(ratios)))), "worst": max(ratios), "points": len(ratios)}
 
     for stage in sorted({r["stage"] for r in rows}):
@@ -145,9 +142,8 @@ def _figure(config, rows):
             mine = [r for r in rows if r["stage"] == stage and r["method"] == name]
             place = np.arange(len(mine)) + (number - 3) / 9
             for column, size in (("variance", 0.4), ("squared_bias", 1.0)):
-                values = [r[column] for r in mine]
                 style = {"color": method.colour, "alpha": size, "label": name if size == 1 else None}
-                ax.scatter(place, values, s=22, marker="o" if size < 1 else "_", **style)
+                ax.scatter(place, [r[column] for r in mine], s=22, marker="o" if size < 1 else "_", **style)
         ax.set(yscale="log", xlabel="policy", ylabel="squared error", title=f"after {stage} steps")
         ax.locator_params(axis="x", integer=True)
     figure.legend(*axes[0, -1].get_legend_handles_labels(), loc="outside right upper")

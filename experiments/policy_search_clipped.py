@@ -97,9 +97,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         figures[task] = {"seeds": len(ends[best]), "best_plain": best, "total_propagation": {}}
         for steps, cut in itertools.product((config.steps, config.long), ("lanes", "growth")):
             more = np.subtract(*(_end(curves[task][f"{m}, {cut} clipped"], steps) for m in ("TP", "RP")))
-            low, high = policies.bounds(config, more)
-            found = {"more": float(more.mean()), "low": low, "high": high, "median": float(np.median(more))}
-            figures[task]["total_propagation"][f"{cut}_after_{steps}"] = found
+            figures[task]["total_propagation"][f"{cut}_after_{steps}"] = policies.mean(config, "more", more)
         for name, costs in curves[task].items():
             less, more = policies.bounds(config, ends[name] - ends[best])
             success = policies.first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)

@@ -186,45 +186,37 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         kept = ap.memory_report(loss, *arguments).rows["reverse mode"].residual_bytes
         methods["rounding"] = ap.randomize(loss, four)
         methods["half"] = ap.randomize(loss, budget_bytes=kept // 2)
-    seconds, programs, memory = {}, {}, {}
+    found, programs = {}, {}
     for m, f in methods.items():
         jax.clear_caches()
         start = time.process_time()
         lowered = jax.jit(jax.value_and_grad(f, argnums=1)).lower(jax.random.key(seed), *arguments)
-        traced = time.process_time()
         programs[m] = lowered.compile()
-        seconds[m] = {"trace": traced - start, "compile": time.process_time() - traced}
-        kept: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
-        memory[m] = int(kept.temp_size_in_bytes)
+        found[m] = {"trace_and_compile": time.process_time() - start}
+        compiled: Any = lowered.compile(compiler_options=BARRIERS).memory_analysis()
+        found[m]["temp_MB"] = compiled.temp_size_in_bytes / 1e6
     # Several in a row, as a training makes them: right after another program's step, a step takes longer.
     for m, steps in take_turns(programs, config.runs, 0.1, (jax.random.key(seed), *arguments)).items():
-        seconds[m]["step"] = steps.tolist()
-    return {"seconds": seconds, "memory": memory}
+        found[m]["step"] = float(np.median(steps))
+    return found
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    rows, measured = [], ("trace_and_compile", "step", "temp_MB")
-    for cell, result in records:
-        row, seconds, memory = dict(cell), result["seconds"], result["memory"]
-        taken = {
-            m: (s["trace"] + s["compile"], float(np.median(s["step"])), memory[m] / 1e6) for m, s in seconds.items()
-        }
-        row |= {f"plain_{name}": value for name, value in zip(measured, taken["plain"], strict=True)}
-        for method in METHODS:
-            over = np.divide(taken[method], taken["plain"]).tolist() if method in taken else [None] * 3
-            row |= {f"{method}_{name}_ratio": ratio for name, ratio in zip(measured, over, strict=True)}
+    rows, titles = [], {"trace_and_compile": "tracing and compiling", "step": "a step", "temp_MB": "scratch memory"}
+    for cell, found in records:
+        row = cell | {f"plain_{name}": found["plain"][name] for name in titles}
+        for method, name in itertools.product(METHODS, titles):
+            row[f"{method}_{name}_ratio"] = found[method][name] / row[f"plain_{name}"] if method in found else None
         rows.append(row)
     figure, (axes,) = harness.panels(1, 3, (13, 4.4))
-    for ax, name, title in zip(axes, measured, ("tracing and compiling", "a step", "scratch memory"), strict=True):
-        of = lambda method, name=name: [np.nan if (x := r[f"{method}_{name}_ratio"]) is None else x for r in rows]
-        harness.bars(ax, [r["model"] for r in rows], {label: of(method) for method, label in METHODS.items()})
+    for ax, (name, title) in zip(axes, titles.items(), strict=True):
+        over = {m: np.array([row[f"{m}_{name}_ratio"] for row in rows], float) for m in METHODS}
+        harness.bars(ax, [row["model"] for row in rows], {METHODS[m]: ratios for m, ratios in over.items()})
         ax.axvline(1, color="k", lw=0.8)
         ax.set(xlabel=f"{title}, over plain's")
-        ax.sharey(axes[0])
+        ax.tick_params(labelleft=ax is axes[0])
     axes[0].axvline(3, color="k", lw=0.8, ls=":", label="three times")
     axes[0].legend(loc="lower right")
-    for ax in axes[1:]:
-        ax.tick_params(labelleft=False)
     return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
 
 
