@@ -60,6 +60,7 @@ ESTIMATORS = {
     "gaussian_shaping, TP": Row(TP(), "refused", cost=RAW),
     "gaussian_resampling": Row(RP(), after=ap.gaussian_resampling),
     "clip_lanes": Row(RP(), second="refused", after=ap.clip_lanes),
+    "clip_lanes, growth": Row(RP(), second="refused", after=functools.partial(ap.clip_lanes, growth_only=True)),
 }
 
 # A transformation treats a weight rule as any function of arrays, so one rule stands for all; around a whole objective
