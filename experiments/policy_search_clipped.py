@@ -36,8 +36,9 @@ METHODS = {name: PLAIN[name] for name in ("RP", "RP, short")}
 METHODS["RP, lanes clipped"] = PLAIN["RP"]._replace(clip_factor=4.0, colour="#d95f02")
 METHODS["multilevel"] = PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1")
 METHODS["TP, lanes clipped"] = PLAIN["TP adaptive"]._replace(clip_factor=4.0)
-METHODS["RP, growth clipped"] = METHODS["RP, lanes clipped"]._replace(growth_only=True, colour="#e7298a")
-METHODS["TP, growth clipped"] = METHODS["TP, lanes clipped"]._replace(growth_only=True, colour="#666666")
+for name, colour in (("RP, lanes clipped", "#e7298a"), ("multilevel", "#1b9e77"), ("TP, lanes clipped", "#666666")):
+    growth = name.replace("lanes", "growth") if "lanes" in name else f"{name}, growth clipped"
+    METHODS[growth] = METHODS[name]._replace(growth_only=True, colour=colour)
 
 
 class Config(harness.Config):

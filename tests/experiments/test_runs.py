@@ -162,7 +162,7 @@ RUNS = (
     Run("benchmarks.randomized", "--layers 2 --width 64 --batch 32 --side 2 --rounds 1", 17),
     Run("contact", "--lanes 10 --estimates 8 --reference 20000", 2 * 3 * 2, smaller=FEW_CONTACTS),
     Run("policy_search", SEARCH, 2, smaller=only("policy_search", "RP", "TP adaptive")),
-    Run("policy_search_clipped", CLIPPED, 6, total_propagation_is_compared_with_the_same_without, FEW_CLIPPED),
+    Run("policy_search_clipped", CLIPPED, 7, total_propagation_is_compared_with_the_same_without, FEW_CLIPPED),
     Run("policy_search_contacts", CONTACTS, 3, has("explosion"), {"EVERY": 1}),
     Run("policy_search_cartpole", CARTPOLE, 1, smaller={"METHODS": ("RP",), "HORIZON": 4}),
     Run("gradient_errors", ERRORS, 6, errors_are_of_the_better_unclipped_estimator, FEW_ERRORS),
