@@ -98,7 +98,7 @@ def adaptive(
 
     Raises:
       ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with
-        other than two estimators or with a weight for each coordinate, and a state of another program.
+        other than two estimators or with a weight for each coordinate, and a state of other shapes.
       TypeError: at trace time, as `value_and_grad`.
 
     Example:

@@ -12,9 +12,9 @@ no objective. The bias does not fall with more lanes. It is largest where few la
 
 *What grows.* A lane whose cost is far from the others' has a long message from the beginning. Where it is one of few
 that a settled policy still misses, T cuts what would teach it. With `growth_only` the limit is max(T, |m_last|), with
-m_last the lane's message at the last call of the program, which comes from costs alone: chaos has added what is cut.
+m_last the lane's message at the last call that it comes back to, made of costs alone: earlier steps added what is cut.
 
-*What overflows.* An infinite message is cut to T in the direction of its infinite components; one with NaN passes.
+*What overflows.* An infinite message is cut to the limit, in the direction of its infinite components. NaN passes.
 """
 
 import math
@@ -59,8 +59,8 @@ def clip_lanes(
       parts: the second axis numbers parts, as in `stochastic`; each is cut by itself, by the typical length of all.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`; False takes a finished episode out of the typical length.
       counts: `jnp.zeros(2)`, an argument of the program: its derivative counts messages cut, and messages not finite.
-      growth_only: cut no message below the length that it has when it comes back to the last call, and none there: for
-        a call at every step. Calls on states of equal shapes are taken for those of one state.
+      growth_only: cut no message below the length that it has at the last call that it comes back to, for a call at
+        every step; what is infinite there is cut as ever. Calls on states of equal shapes are taken for one state's.
 
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor not above 0.
@@ -95,9 +95,9 @@ def clip_lanes(
     counts = jnp.zeros(2) if counts is None else counts
     if not floats:
         return tape._follow(), x
-    port = Port(f"clip_lanes {[leaf.shape for leaf in floats]}", shape)
+    port = Port(f"clip_lanes {[leaf.shape for leaf in floats]}", shape, dtype=factor.dtype)
     given = channels.request(tape, port, what) if growth_only else None
-    last = jnp.zeros(shape) if given is None else given
+    last = jnp.zeros(shape, factor.dtype) if given is None else given
     x, after = _clip(x, last, counts, living, log_factor, Static((tape._plan.folds, growth_only)))
     return channels.put(tape, port, None if given is None else after, what), x
 
@@ -123,11 +123,14 @@ def _backward(memory, messages):
     limit = jnp.where(counted.any(1), log_factor + mean, jnp.inf)
     limit = jnp.broadcast_to(limit[:, None], counted.shape).reshape(shape)
     if growth_only:
-        first, most = last == 0, math.log(jnp.finfo(last.dtype).max)
-        known = jnp.log(jnp.where(first, 1, last).astype(limit.dtype))
-        limit = jnp.maximum(limit, jnp.where(first, jnp.where(usable, length, -jnp.inf), known))
-        last = jnp.where(first & usable, jnp.exp(jnp.minimum(length, most)).astype(last.dtype), last)
+        first = last == 0
+        known = jnp.where(first, jnp.where(usable, length, -jnp.inf), jnp.log(jnp.where(first, 1, last)))
+        limit = jnp.maximum(limit, known)
     cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # a limit of NaN, of no positive factor, cuts
+    if growth_only:
+        most = math.log(jnp.finfo(last.dtype).max) - 9  # so that a sum over the branches of `parallel` is finite
+        sent = jnp.exp(jnp.minimum(jnp.where(cut, limit, length), most))
+        last = jnp.where(first & (usable | cut), sent, last)
 
     def answer(m):
         if not is_inexact(m):

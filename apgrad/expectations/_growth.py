@@ -55,7 +55,7 @@ def perturbation_growth(
 
     Raises:
       ValueError: for a `num` that is not from 1 to the state's size, no steps, a step that changes the state's form, or
-        a state, before or after a step, with other arrays, such as integers, which a perturbation would round.
+        a state, before or after a step, with other dtypes, such as integers, which a perturbation would round.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

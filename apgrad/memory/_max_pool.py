@@ -21,7 +21,7 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
     It is (n, rows, columns, channels). Of equal entries the first one gets the message, as in JAX.
 
     Args:
-      x: (n, height, width, channels), of a floating-point dtype, and at least as large as the window, or a ValueError.
+      x: floating point, (n, height, width, channels), at least as large as the window: other shapes are a ValueError.
       window: its height and width, or one number for both.
       strides: the steps of the window along height and width, in the same form; the window's size if not given.
 

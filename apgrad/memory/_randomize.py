@@ -60,9 +60,9 @@ def randomize(
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
-        exactly. Given alone, all else is exact. **It makes gradients biased**, by the square of its noise: a block is
-        evaluated again at inputs that are not quite the ones it had. The rest is unbiased given these. Blocks with a
-        `policy` are left as they are.
+        exactly. **It makes gradients biased**, by the square of its noise: a block is evaluated again at inputs that
+        are not quite the ones it had. The rest is unbiased given these, or exact, if this is all that is given. Blocks
+        with a `policy` are left as they are.
 
     Returns:
       `randomized(key, *args, **kwargs)`: all randomness comes from the key, typed or raw; what is no JAX array reaches
@@ -102,7 +102,8 @@ def randomize(
         sizes: Largest = {}
         of_blocks: Largest = {}
         at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, of_blocks)
-        made = StretchWalk(_chooser(sampler, through, min_size, sizes), at_boundary)
+        none = lambda coefficient: None  # where boundaries are given alone
+        made = StretchWalk(none if sampler is None else _chooser(sampler, through, min_size, sizes), at_boundary)
 
         def make(*stretch):
             if budget_bytes is not None:
@@ -236,7 +237,7 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: Largest | None = 
 
     def choose(coefficient):
         if not isinstance(sampler, Sampler):
-            return sampler and require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
+            return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
         return through if hasattr(sampler, "fraction") and not coefficient.last else sampler
 
     def chooser(coefficient):

@@ -1,4 +1,4 @@
-"""How much memory a function's reverse pass takes: what it remembers (`_residuals.py`), and what is compiled.
+"""How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
 Temp bytes are the compiler's account of the gradient's scratch memory, with the gradients' buffers. **XLA on the CPU
 drops optimization barriers**, and with them all that `jax.checkpoint` saves outside a scan. So the report keeps them.

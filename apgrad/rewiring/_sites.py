@@ -4,7 +4,7 @@ A `Planner` offers the parts of a program to a rule, the large ones first: the f
 single equations. A part that the rule takes becomes a site; any other is opened. In what cannot be opened (a
 `while_loop`, a function with its own derivative rule) a site that the rule would take is an error.
 
-Which operand of a product is the weight follows from a fact about each variable, see `argnums` of `ap.rewire`.
+Which operand of a product is the weight follows from what both are made of, see `argnums` of `ap.rewire`.
 """
 
 import itertools

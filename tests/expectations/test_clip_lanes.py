@@ -118,6 +118,26 @@ def test_only_growth_is_cut(options):
     np.testing.assert_allclose(got * cost.size, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e60, 1e-60])
+def test_growth_of_messages_that_overflow_or_that_costs_have_no_numbers_for(size):
+    """Of the two calls the later gets 1e6 in lane 0 and infinity in lane 2, and lanes 1 and 2 grow before it."""
+    gains = np.ones((2, LANES))
+    gains[0, 1:3], gains[1, 0], gains[1, 2] = 1e3, 1e6, np.inf
+
+    def program(tape, x):
+        for gain in gains:
+            tape, x = ap.clip_lanes(tape, x, 2.0, growth_only=True)
+            x = x * gain
+        return tape.cost((x * size).astype(jnp.float32))
+
+    with jax.enable_x64(True):
+        objective = ap.expectation(program, LANES, check_nan=False)
+        got = jax.jit(jax.grad(objective, argnums=1))(KEY, jnp.zeros(LANES)) * LANES / size
+    overflowed = 2 * 1e6 ** (1 / 7)
+    limit = 2 * (1e6 * 1e3 * 1e3 * overflowed) ** (1 / 8)
+    np.testing.assert_allclose(got, [1e6, limit, limit, *[1.0] * (LANES - 3)], rtol=1e-5)
+
+
 SIZES = [("float32", 1e30, 1e-5), ("bfloat16", 1e30, 1e-2), ("float64", 1e200, 1e-12)]
 
 

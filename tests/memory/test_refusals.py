@@ -271,6 +271,7 @@ def test_boundaries_without_a_block_are_a_warning():
     for block, options in (
         (layer, {"min_size": 0}),
         (layer, {"min_size": 0, "sampler": None, "budget_bytes": 10_000}),
+        (layer, {"min_size": 10_000, "sampler": None}),
         (jax.checkpoint(layer, policy=policy), {"min_size": 0}),
         (small, {"min_size": 64}),  # outside the block something is sampled
     ):
