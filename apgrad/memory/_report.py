@@ -1,7 +1,8 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
-Temp bytes are the compiler's account of the gradient's scratch memory, with the gradients' buffers. **XLA on the CPU
-drops optimization barriers**, and with them all that `jax.checkpoint` saves outside a scan. So the report keeps them.
+Temp bytes are the compiler's account of the gradient's scratch memory, without what XLA puts into the outputs' buffers
+meanwhile. **XLA on the CPU drops optimization barriers**, and with them all that `jax.checkpoint` saves outside a scan.
+So the report keeps them.
 """
 
 import re
