@@ -267,8 +267,8 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
     lines.append("after 240 steps is " + two(cost["every step", "RP, lanes clipped"]["cost_median"]))
     page = words_of(DOCS / "tasks" / "policy.md")
     assert not [line for line in lines if line not in page]
-    total, near, plain = (two(cost["every step", m]["cost_in_time"]) for m in ("TP, lanes clipped", "RP, short", "RP"))
-    wanted = f"by total propagation with clipped lanes a [policy](docs/tasks/policy.md) ends at a cost of {total}, "
+    total, near, plain = (two(cost["every step", m]["cost_in_time"]) for m in ("TP, growth clipped", "RP, short", "RP"))
+    wanted = f"so total propagation takes a [policy](docs/tasks/policy.md) to a cost of {total}, "
     wanted += f"in the time in which short horizons come to {near} and plain gradients to {plain}."
     assert wanted in words_of(ROOT / "README.md")
 
