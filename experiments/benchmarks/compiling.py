@@ -204,13 +204,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows, titles = [], {"trace_and_compile": "tracing and compiling", "step": "a step", "temp_MB": "scratch memory"}
     for cell, found in records:
-        row = cell | {f"plain_{name}": found["plain"][name] for name in titles}
+        row = {**cell, **{f"plain_{name}": found["plain"][name] for name in titles}}
         for method, name in itertools.product(METHODS, titles):
             row[f"{method}_{name}_ratio"] = found[method][name] / row[f"plain_{name}"] if method in found else None
         rows.append(row)
     figure, (axes,) = harness.panels(1, 3, (13, 4.4))
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
-        over = {m: np.array([row[f"{m}_{name}_ratio"] for row in rows], float) for m in METHODS}
+        over = {m: np.array([row[f"{m}_{name}_ratio"] for row in rows], float).tolist() for m in METHODS}
         harness.bars(ax, [row["model"] for row in rows], {METHODS[m]: ratios for m, ratios in over.items()})
         ax.axvline(1, color="k", lw=0.8)
         ax.set(xlabel=f"{title}, over plain's")
