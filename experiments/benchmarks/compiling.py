@@ -180,8 +180,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, *arguments = model(config, cell["model"])
     four, methods = rad.rounding(bits=4), {"plain": lambda key, *a: loss(*a)}
     if "checkpointed" in cell["model"]:
-        alone = cell["model"].startswith("deep")
-        methods["rounding"] = ap.randomize(loss, None if alone else four, boundaries=four)
+        methods["rounding"] = ap.randomize(loss, None if "deep" in cell["model"] else four, boundaries=four)
     else:
         kept = ap.memory_report(loss, *arguments).rows["reverse mode"].residual_bytes
         methods["rounding"] = ap.randomize(loss, four)
