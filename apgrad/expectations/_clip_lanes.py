@@ -11,8 +11,8 @@ as a median. T scales with the messages: units and horizon do not matter, and wh
 no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages.
 
 *What grows.* A lane whose cost is far from the others' has a long message from the beginning. Where it is one of few
-that a settled policy still misses, T cuts what would teach it. With `growth_only` the limit is max(T, |m_last|), with
-m_last the lane's message at the last call that it comes back to, made of costs alone: earlier steps added what is cut.
+that a settled policy still misses, T cuts what would teach it. With `growth_only` the limit is max(T, |m_last|). Here
+m_last is the lane's message at the call that it comes back to first, made of costs alone: what grew from there is cut.
 
 *What overflows.* An infinite message is cut to the limit, in the direction of its infinite components. NaN passes.
 """
@@ -59,8 +59,9 @@ def clip_lanes(
       parts: the second axis numbers parts, as in `stochastic`; each is cut by itself, by the typical length of all.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`; False takes a finished episode out of the typical length.
       counts: `jnp.zeros(2)`, an argument of the program: its derivative counts messages cut, and messages not finite.
-      growth_only: cut no message below the length that it has at the last call that it comes back to, for a call at
-        every step; what is infinite there is cut as ever. Calls on states of equal shapes are taken for one state's.
+      growth_only: cut no message below the length that it has at the call that it comes back to first, the program's
+        last. This is for a call at every step. What is infinite there is cut as ever. Calls on states of equal shapes
+        are taken for calls on one state.
 
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor not above 0.
@@ -96,15 +97,13 @@ def clip_lanes(
     if not floats:
         return tape._follow(), x
     port = Port(f"clip_lanes {[leaf.shape for leaf in floats]}", shape, dtype=factor.dtype)
-    given = channels.request(tape, port, what) if growth_only else None
-    last = jnp.zeros(shape, factor.dtype) if given is None else given
-    x, after = _clip(x, last, counts, living, log_factor, Static((tape._plan.folds, growth_only)))
-    return channels.put(tape, port, None if given is None else after, what), x
+    last = channels.request(tape, port, what) if growth_only else None
+    x, last = _clip(x, last, counts, living, log_factor, Static(tape._plan.folds))
+    return channels.put(tape, port, last, what), x
 
 
 def _backward(memory, messages):
-    (living, log_factor, static), (message, last) = memory, messages
-    folds, growth_only = static.value
+    (living, log_factor, folds), (message, last) = memory, messages
     shape, leaves = living.shape, [m for m in jax.tree.leaves(message) if is_inexact(m)]
     sizes = [jnp.abs(m).astype(log_factor.dtype).reshape(*shape, -1) for m in leaves]
     size = largest([jnp.max(x, -1, initial=0) for x in sizes])
@@ -118,16 +117,16 @@ def _backward(memory, messages):
     squares = sum(jnp.sum(jnp.square(jnp.abs(direction(m))).reshape(*shape, -1), -1) for m in leaves)
     half = jnp.log(jnp.where(usable | infinite, squares, 1)) / 2
     length = jnp.log(scale) + half  # its logarithm
-    counted = (usable & living).reshape(folds, -1)
+    counted = (usable & living).reshape(folds.value, -1)
     mean = jnp.mean(length.reshape(counted.shape), 1, where=counted)
     limit = jnp.where(counted.any(1), log_factor + mean, jnp.inf)
     limit = jnp.broadcast_to(limit[:, None], counted.shape).reshape(shape)
-    if growth_only:
+    if last is not None:
         first = last == 0
         known = jnp.where(first, jnp.where(usable, length, -jnp.inf), jnp.log(jnp.where(first, 1, last)))
         limit = jnp.maximum(limit, known)
     cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # a limit of NaN, of no positive factor, cuts
-    if growth_only:
+    if last is not None:
         most = math.log(jnp.finfo(last.dtype).max) - 9  # so that a sum over the branches of `parallel` is finite
         sent = jnp.exp(jnp.minimum(jnp.where(cut, limit, length), most))
         last = jnp.where(first & (usable | cut), sent, last)

@@ -109,8 +109,8 @@ def test_only_growth_is_cut(options):
     for gain in np.array(gains)[::-1]:
         sent = expected * gain
         limited, _ = formula(sent[..., None], alive, 2.0, 2 if "cross_fit" in options else 1, axes=len(shape))
-        limit = np.maximum(np.abs(limited[..., 0]), np.where(last > 0, last, np.abs(sent)))
         last = np.where(last > 0, last, np.abs(sent))
+        limit = np.maximum(np.abs(limited[..., 0]), last)
         expected, cut = np.sign(sent) * np.minimum(np.abs(sent), limit), cut + np.sum(limit < np.abs(sent))
     objective = jax.grad(ap.expectation(program, LANES, **options), argnums=1)
     got = jax.jit(objective)(KEY, jnp.zeros(shape))
