@@ -91,15 +91,9 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
     free = {*jaxpr.invars, *jaxpr.constvars}
     index = functools.cache(_Index)  # a program may stand in several equations
 
-    def source(v):
-        maker = index(jaxpr).maker
-        while not isinstance(v, Literal) and v in maker and _same(maker[v]):
-            v = maker[v].invars[maker[v].outvars.index(v)]
-        return v
-
     found = {}
     for v, taken in zip(jaxpr.outvars, back.jaxpr.invars, strict=False):
-        origin = source(v)
+        origin = _origin(v, index(jaxpr))
         if isinstance(origin, Literal) or origin in free or v in found or origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
@@ -115,33 +109,30 @@ class _Index:
     """Of a jaxpr, for each variable, what makes it and what takes it: found in one pass, however many are asked for."""
 
     def __init__(self, jaxpr: Any):
-        self.jaxpr, self.kept = jaxpr, set(jaxprs.variables(jaxpr.outvars))
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.takers: dict[Any, list[tuple[Any, int]]] = {}
-        for eqn in jaxpr.eqns:
+        self.needs: dict[Any, int] = {}  # the numbers of the equations that make a variable of the outputs, as bits
+        kept = set(jaxprs.variables(jaxpr.outvars))
+        for number, eqn in enumerate(jaxpr.eqns):
+            bits = 1 << number
             for i, v in enumerate(eqn.invars):
                 if not isinstance(v, Literal):
                     self.takers.setdefault(v, []).append((eqn, i))
-
-    @functools.cached_property
-    def needs(self) -> dict[Any, int]:
-        """The equations that make a variable of the outputs: of each variable, their numbers as a bit set."""
-        found: dict[Any, int] = {}
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            bits = 1 << i
-            for v in jaxprs.variables(eqn.invars):
-                bits |= found.get(v, 0) if v not in self.kept else 0
-            found |= dict.fromkeys(eqn.outvars, bits)
-        return found
-
-    @functools.cached_property
-    def costs(self) -> np.ndarray:
-        return np.array(list(map(work_of, self.jaxpr.eqns)))
+                    bits |= self.needs.get(v, 0) if v not in kept else 0
+            self.needs |= dict.fromkeys(eqn.outvars, bits)
+        self.costs = np.array(list(map(work_of, jaxpr.eqns)))
 
     def work(self, var: Any) -> float:
         """The work of computing a variable from the outputs."""
         octets = np.frombuffer(self.needs[var].to_bytes(len(self.costs) // 8 + 1, "little"), np.uint8)
         return float(self.costs @ np.unpackbits(octets, count=len(self.costs), bitorder="little"))
+
+
+def _origin(v: Any, index: _Index) -> Any:
+    """What a variable is a view of, or the same as."""
+    while not isinstance(v, Literal) and v in index.maker and _same(eqn := index.maker[v]):
+        v = eqn.invars[eqn.outvars.index(v)]
+    return v
 
 
 def _consumers(jaxpr: Any, var: Any, index: Callable[[Any], _Index]) -> list[tuple[str, bool]]:
@@ -165,24 +156,18 @@ def _maker_of(var: Any, jaxpr: Any, index: Callable[[Any], _Index]) -> tuple[str
     """Of a variable: scopes and primitive, line, steps, work; in a program inside, those of what makes it."""
     eqn = index(jaxpr).maker[var]
     inside, here = jaxprs.nested(eqn), jaxprs.plain_scope(jaxprs.scope(eqn))
+    steps, work = 1, index(jaxpr).work(var)
     if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
-        number = eqn.outvars.index(var)
+        number, work = eqn.outvars.index(var), work_of(eqn)
         steps = inside.length if inside.kind == "scan" and number >= inside.counts[1] else 1
         for program in inside.jaxprs:
-            maker, v = index(program.jaxpr).maker, program.jaxpr.outvars[number]
-            # Through what only moves it, and through the zeros that a branch has in place of another's array.
-            while not isinstance(v, Literal) and v in maker and _moves(maker[v]):
-                v = maker[v].invars[0]
-            if not isinstance(v, Literal) and v in maker:
+            # What a branch has in place of another's array is zeros.
+            v = _origin(program.jaxpr.outvars[number], index(program.jaxpr))
+            if not isinstance(v, Literal) and v in index(program.jaxpr).maker:
                 name, line, count, work = _maker_of(v, program.jaxpr, index)
                 return jaxprs.join(here, name), line, steps * count, steps * work
-        return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps, steps * work_of(eqn)
-    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, index(jaxpr).work(var)
+    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps, steps * work
 
 
 def _same(eqn: Any) -> bool:
     return is_view(eqn) or eqn.primitive.name in SAME_VALUE
-
-
-def _moves(eqn: Any) -> bool:
-    return _same(eqn) and len(eqn.invars) == 1 and not isinstance(eqn.invars[0], Literal)
