@@ -8,8 +8,8 @@ Variances are over the squared array, of normal entries. Rounding has scale^2 / 
 the range of n such entries is about .85 times 2 sqrt(2 log n).
 """
 
-import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,9 +46,7 @@ def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tupl
             need = nbytes(fitted(sampler, coefficient), like) * coefficient.count
             if need < points[-1][0]:
                 points.append((need, relative_variance(sampler), sampler))
-        hull = _hull(points)
-        for (a, va, _), (b, vb, sampler) in itertools.pairwise(hull):
-            steps.append(((vb - va) / (a - b), a - b, coefficient.name, sampler))
+        steps += [(cost, saved, coefficient.name, sampler) for cost, saved, sampler in _along_the_hull(points)]
     chosen: dict[str, Any] = {}
     steps.sort(key=lambda step: step[0], reverse=True)
     while steps and total > budget_bytes:
@@ -58,16 +56,14 @@ def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tupl
     return lambda coefficient: chosen.get(coefficient.name), total, not steps
 
 
-def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, Any]]:
-    hull: list[tuple[float, float, Any]] = []
-    for p in points:
-        while len(hull) > 1:
-            (a, va, _), (b, vb, _) = hull[-2:]
-            if (p[1] - va) * (a - b) > (vb - va) * (a - p[0]):
-                break
-            hull.pop()
-        hull.append(p)
-    return hull
+def _along_the_hull(points: Sequence[tuple[float, float, Any]]) -> Iterator[tuple[float, float, Any]]:
+    """Of samplers by bytes and variance, the steps to smaller ones: variance for a byte, bytes saved, the sampler."""
+    (most, least, _), *smaller = points
+    if smaller:
+        costs = [(variance - least) / (most - size) for size, variance, _ in smaller]
+        best = max(i for i, cost in enumerate(costs) if cost == min(costs))
+        yield costs[best], most - smaller[best][0], smaller[best][2]
+        yield from _along_the_hull(smaller[best:])
 
 
 def added_variance(found: Found, choose: Any) -> float:

@@ -13,6 +13,8 @@ Three rules keep gradients unbiased and memory small:
 * A coefficient that multiplies messages that go on, and is 16 times smaller than the largest, is kept exactly.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +23,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
-from apgrad._programs.kinds import LINEAR_IN_EACH
+from apgrad._programs.jaxprs import Program, needed, run_all, variables
+from apgrad._programs.kinds import LINEAR_ELEMENTWISE, LINEAR_IN_EACH
 from apgrad._programs.linearity import CONSTANT, LINEAR, ZERO, linearity
-from apgrad.memory._graph import PullbackGraph
 from apgrad.memory._slots import Coefficient, CoefficientUse, Slot, SlotMaker
 
 
@@ -39,11 +41,11 @@ class BackwardStep(NamedTuple):
 class MemoryPlan(NamedTuple):
     """The forward program, which makes all variables of the slots, and the backward program, as steps."""
 
-    forward: jaxprs.Program
+    forward: Program
     outputs: int  # how many outputs of the forward program are the function's
     slots: tuple[Slot, ...]
     steps: tuple[BackwardStep, ...]
-    pullback: jaxprs.Program  # which the steps are of
+    pullback: Program  # which the steps are of
 
 
 def make_plan(
@@ -59,7 +61,7 @@ def make_plan(
 ) -> MemoryPlan:
     traced, (outputs, pullback) = jaxprs.trace(linearize, *inputs)
     leaves, tree = jax.tree.flatten(pullback)
-    messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    messages = [x for x in outputs if jaxprs.is_inexact(x)]
     back = jaxprs.inlined(lambda leaves, m: tree.unflatten(leaves)(m), leaves, messages)
     # What is kept, and whether it is zeros.
     kept = linearity(traced, [CONSTANT] * len(traced.jaxpr.invars))[len(outputs) :] if rules else []
@@ -80,51 +82,125 @@ def make_plan(
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
     forward = _derivatives_sooner(jaxprs.trace(whole, *inputs)[0], len(outputs))
-    variables = forward.jaxpr.outvars[len(outputs) :]
-    at = dict(zip(known, variables[: len(known)], strict=True))
-    derivative = dict(zip(chains, variables[len(known) :], strict=True))
+    made = forward.jaxpr.outvars[len(outputs) :]
+    at = dict(zip(known, made[: len(known)], strict=True))
+    derivative = dict(zip(chains, made[len(known) :], strict=True))
     # What a nested program has remembered is packed already, and nothing multiplies it here.
     taken = [v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)]
-    own = set(jaxprs.variables(at[v] for v in taken))
-    memory = SlotMaker(forward, live, own, choose, where, count, stays)
-    needed = graph.needed({out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)})
+    memory = SlotMaker(forward, live, set(variables(at[v] for v in taken)), choose, where, count, stays)
+    collapsed = {out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)}
     # A step is last if its message reaches no other sample, and no input that is not live.
     passes_on = {v for v, flag in zip(back.jaxpr.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}
-    lasting = []
-    for eqn, root, _ in reversed(needed):
-        lasting.append(passes_on.isdisjoint(eqn.outvars))
+    wanted, chosen = set(variables(back.jaxpr.outvars)), []
+    for eqn in reversed(graph.backward):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        root = collapsed.get(eqn.outvars[0])
+        sources, last = variables(eqn.invars) if root is None else [root], passes_on.isdisjoint(eqn.outvars)
         sampled = root is not None or any(memory.is_large(at[v]) for v in graph.coefficients(eqn))
-        if not lasting[-1] or sampled or jaxprs.nested(eqn) is not None:
-            passes_on.update([root] if root is not None else graph.messages(eqn))
-    steps = []
-    for (eqn, root, ancestors), last in zip(needed, reversed(lasting), strict=True):
-        name = eqn.primitive.name
+        if not last or sampled or jaxprs.nested(eqn) is not None:
+            passes_on.update(sources)
+        wanted.update(sources)
+        chosen.append((eqn, root, sources, last))
+    steps: list[BackwardStep] = []
+    before: dict[Any, int] = {}  # of a message, the steps that it comes from, as bits
+    for eqn, root, sources, last in reversed(chosen):
+        name, step = eqn.primitive.name, len(steps)
+        ancestors = functools.reduce(operator.or_, (before.get(v, 0) for v in sources), 0)
+        before |= dict.fromkeys(eqn.outvars, ancestors | (1 << step))
         taken = {i: at[v] for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in at}
         if root is not None:
             name, taken = "chain", {1: derivative[eqn.outvars[0]]}
-        linear, step = root is not None or name in LINEAR_IN_EACH, len(steps)
+        linear = root is not None or name in LINEAR_IN_EACH
         uses = {i: memory.use(v, linear, last, ancestors, step, name, eqn, i) for i, v in taken.items()}
         steps.append(BackwardStep(eqn, uses, root, last))
     return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
 
-def _derivatives_sooner(program: jaxprs.Program, outputs: int) -> jaxprs.Program:
+class PullbackGraph:
+    """The equations of a pullback, a program of some residuals, its first inputs, and of messages.
+
+    Those that depend on a message run in the backward pass; what they take from the others are the coefficients.
+    """
+
+    def __init__(self, program: Program, leaves: int):
+        self.jaxpr, self.consts = program
+        self.leaves = self.jaxpr.invars[:leaves]
+        self.dependent = set(self.jaxpr.invars[leaves:])
+        self.backward, self.forward = [], []
+        for eqn in self.jaxpr.eqns:
+            if self.messages(eqn):
+                self.dependent.update(eqn.outvars)
+                self.backward.append(eqn)
+            else:
+                self.forward.append(eqn)
+
+    def coefficients(self, eqn: Any) -> list[Any]:
+        return [v for v in variables(eqn.invars) if v not in self.dependent]
+
+    def messages(self, eqn: Any) -> list[Any]:
+        return [v for v in variables(eqn.invars) if v in self.dependent]
+
+    def frontier(self) -> list[Any]:
+        """All that the backward pass takes from equations that depend on no message."""
+        found = [v for eqn in self.backward for v in self.coefficients(eqn)]
+        outs = [v for v in variables(self.jaxpr.outvars) if v not in self.dependent]
+        return list(dict.fromkeys(found + outs))
+
+    def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
+        """The elementwise chains that begin at one message, the root: `{output: (root, equations)}`.
+
+        An equation goes into a chain if it multiplies the message. The real part of a complex one is no product; and of
+        float16 a product of derivatives may underflow where a large message, multiplied by each, does not.
+        """
+
+        def multiplies(eqn, messages):
+            dtypes = [v.aval.dtype for v in (*messages, *eqn.outvars)]
+            kinds = [jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes]
+            return eqn.primitive.name in LINEAR_ELEMENTWISE and any(kinds) == kinds[-1] and jnp.float16 not in dtypes
+
+        root: dict[Any, Any] = {}
+        for eqn in self.backward:
+            messages = self.messages(eqn)
+            roots = {root.get(v, v) for v in messages}
+            shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
+            if multiplies(eqn, messages) and len(roots) == 1 and len(shapes) == 1:
+                root[eqn.outvars[0]] = roots.pop()
+        elementwise = [eqn for eqn in self.backward if eqn.outvars[0] in root]
+        outside = set(variables(self.jaxpr.outvars))
+        for eqn in self.backward:
+            outside |= {v for v in variables(eqn.invars) if v in root and root.get(eqn.outvars[0]) is not root[v]}
+        return {v: (root[v], needed(elementwise, [v])) for v in root if v in outside}
+
+    def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
+        values = dict(zip(self.leaves, leaves, strict=True))
+        values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        run_all(self.forward, values)
+        derivatives = []
+        for out, (root, eqns) in chains.items():
+            local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
+            run_all(eqns, local)
+            derivatives.append(local[out])
+        return [values[v] for v in frontier], derivatives
+
+
+def _derivatives_sooner(program: Program, outputs: int) -> Program:
     """The program with derivatives, which its first outputs do not need, right after what they are made of."""
     jaxpr, consts = program
-    own = set(map(id, jaxprs.needed(jaxpr.eqns, jaxpr.outvars[:outputs], effects=True)))
+    own = set(map(id, needed(jaxpr.eqns, jaxpr.outvars[:outputs], effects=True)))
     place: dict[Any, int] = {}  # of what arrays of the inputs alone make, there is none yet
     for i, eqn in enumerate(jaxpr.eqns):
-        made = [i] if id(eqn) in own else [place[v] for v in jaxprs.variables(eqn.invars) if v in place]
+        made = [i] if id(eqn) in own else [place[v] for v in variables(eqn.invars) if v in place]
         if made:
             place |= dict.fromkeys(eqn.outvars, max(made))
     first: dict[Any, int] = {}
     order = []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         at = min(place.get(v, first.get(v, len(jaxpr.eqns))) for v in eqn.outvars) if eqn.outvars else i
-        for v in jaxprs.variables(eqn.invars):
+        for v in variables(eqn.invars):
             first[v] = min(at, first.get(v, at))
         order.append((at, i))
-    return jaxprs.Program(jaxpr.replace(eqns=[jaxpr.eqns[i] for _, i in sorted(order)]), consts)
+    return Program(jaxpr.replace(eqns=[jaxpr.eqns[i] for _, i in sorted(order)]), consts)
 
 
 def _collapses(eqns: Sequence[Any], graph: PullbackGraph, memory: SlotMaker, at: dict[Any, Any]) -> bool:

@@ -59,7 +59,7 @@ def remembering(count: int, plain: Function, forward: Function, backward: Functi
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
     jaxpr, consts = made.forward
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
     waiting: dict[Any, list[int]] = {}
     for i, slot in enumerate(made.slots):
         waiting.setdefault(slot.var, []).append(i)
@@ -86,8 +86,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
         jaxprs.run_all([eqn], values)
         for var in eqn.outvars:
             keep(var)
-    outputs = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars[: made.outputs]]
-    return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
+    return [_value(v, values) for v in jaxpr.outvars[: made.outputs]], tuple(memory)
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
@@ -148,7 +147,8 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             found = [jnp.reshape(x, like.aval.shape) for x, like in zip(flat, out, strict=True)]
             values.update((inputs[i], message) for i, message in present.items())
         values.update(zip(out, found, strict=True))
-    return [_final(v, values) for v in jaxpr.outvars]
+    zeros = {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in jaxprs.variables(jaxpr.outvars) if v not in values}
+    return [_value(v, values | zeros) for v in jaxpr.outvars]
 
 
 def _evaluated_again(use: CoefficientUse, arrays: dict[Any, Any], computed: dict[Any, Any], present: Any):
@@ -169,9 +169,8 @@ def _waits(slot: Slot, copies: bool) -> bool:
 
     A barrier writes out a message of copies, such as a mean's: then only what is packed waits for it.
     """
-    if copies or slot.how in ("sampled", "bits"):
-        return slot.how in ("sampled", "bits")
-    return slot.how != "nested" and not jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
+    stays = copies or slot.how == "nested" or jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
+    return slot.how in ("sampled", "bits") or not stays
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
@@ -241,9 +240,3 @@ def _value(v, values):
     if isinstance(v, Literal):
         return jnp.asarray(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     return values[v]
-
-
-def _final(v, values):
-    if isinstance(v, Literal) or v in values:
-        return _value(v, values)
-    return jnp.zeros(v.aval.shape, v.aval.dtype)

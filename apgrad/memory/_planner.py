@@ -4,7 +4,7 @@ Of the choices of `apgrad.memory._recompute` the one with least work is taken wh
 gradient that was compiled needed beyond its prediction is added to the others, so that a few compilations settle it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from apgrad.memory._randomize import StretchWalk, listed, recorded, walked
 from apgrad.memory._recompute import choices
 from apgrad.memory._report import compiled_note, temp_bytes
 
-METHODS = ("recompute", "pack")
 _TRIES = 6  # compilations of each method
 _HOPE = 0.8  # a budget that is less than so much of what should be the least is given up
 _CLOSE = 0.03  # the share of the budget that may be left unused
@@ -54,7 +53,6 @@ def plan(
     *args: Any,
     budget_bytes: int,
     argnums: int | Sequence[int] = 0,
-    methods: Collection[str] = METHODS,
     variance: float = 1.0,
     min_size: int = 512,
 ) -> Plan:
@@ -70,12 +68,12 @@ def plan(
         Arguments and gradients are not counted. Of sharded arguments (or shapes with a sharding) it is one device's. On
         a CPU barriers are kept, see `memory_report`.
       argnums: the arguments to differentiate with respect to, as in `jax.grad`.
-      methods: what may be done: "recompute", "pack" or both.
-      variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4.
+      variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4, and
+        with 0 the plan is exact.
       min_size: as in `randomize`.
 
     Raises:
-      ValueError: if the budget cannot be kept, with the smallest that was found; for an unknown method or a bad number.
+      ValueError: if the budget cannot be kept, with the smallest that was found; for a bad number.
       TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
 
     Example:
@@ -89,8 +87,6 @@ def plan(
     number("budget_bytes", budget_bytes)
     number("min_size", min_size)
     number("variance", variance)
-    if isinstance(methods, str) or not methods or not set(methods) <= set(METHODS):
-        raise ValueError(f"the methods of a plan are one or both of {str(METHODS)[1:-1]}, in a list; got {methods!r}")
     numbers = chosen_numbers(argnums, len(args))
     trials: list[Trial] = []
 
@@ -108,24 +104,23 @@ def plan(
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
     best: Trial | None = None
-    if "recompute" in methods:
-        left, beyond = found[1:], 0.0
-        while left and len(trials) <= _TRIES:
-            fits = [c for c in left if c.nbytes + beyond <= budget_bytes]
-            if best is not None and not fits:
-                break
-            pick = min(fits, key=lambda c: (c.work, c.nbytes)) if fits else min(left, key=lambda c: c.nbytes)
-            walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays).stretch(*stretch)
-            trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(function, walk))
-            beyond = trial.peak_bytes - pick.nbytes
-            if trial.peak_bytes <= budget_bytes:
-                best = trial
-                left = [c for c in left if c.work < pick.work and trial.peak_bytes < (1 - _CLOSE) * budget_bytes]
-            elif not fits and _HOPE * trial.peak_bytes > budget_bytes:
-                break
-            else:  # of what is predicted to be larger, nothing is tried as long as something smaller is left
-                left = [c for c in left if c.nbytes < pick.nbytes] or [c for c in left if c is not pick]
-    if best is None and "pack" in methods:
+    left, beyond = found[1:], 0.0
+    while left and len(trials) <= _TRIES:
+        fits = [c for c in left if c.nbytes + beyond <= budget_bytes]
+        if best is not None and not fits:
+            break
+        pick = min(fits, key=lambda c: (c.work, c.nbytes)) if fits else min(left, key=lambda c: c.nbytes)
+        walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays).stretch(*stretch)
+        trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(function, walk))
+        beyond = trial.peak_bytes - pick.nbytes
+        if trial.peak_bytes <= budget_bytes:
+            best = trial
+            left = [c for c in left if c.work < pick.work and trial.peak_bytes < (1 - _CLOSE) * budget_bytes]
+        elif not fits and _HOPE * trial.peak_bytes > budget_bytes:
+            break
+        else:  # of what is predicted to be larger, nothing is tried as long as something smaller is left
+            left = [c for c in left if c.nbytes < pick.nbytes] or [c for c in left if c is not pick]
+    if best is None and variance > 0:
         coefficients, target = listed(plans), max(budget_bytes - around, budget_bytes / 2)
         tried: set[float] = set()
         low, high = 0.0, found[0].kept  # of what may be remembered: the most that was small enough, the least that not
@@ -149,9 +144,9 @@ def plan(
     if best is not None:
         return finished(best)
     smallest = min(t.peak_bytes for t in trials)
-    cut = "" if "pack" not in methods or variance >= 1 else ", a higher variance="
+    cut = "" if variance >= 1 else ", a higher variance="
     raise ValueError(
-        f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest that was found is "
+        f"a budget of {budget_bytes} bytes cannot be kept: the smallest that was found is "
         f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "
         f"budget_bytes={smallest}, a smaller batch{cut}, or ap.randomize of the function with jax.checkpoint around "
         "its blocks. Tried were\n" + table(trials)

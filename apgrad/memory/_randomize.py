@@ -18,9 +18,8 @@ from apgrad._ground.keys import hashed, require_key, spent
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import Program
-from apgrad.memory._blocks import packed_block
-from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import KEY_BYTES, allocate
+from apgrad.memory._control import packed_block, randomized_cond
 from apgrad.memory._memory_plan import MemoryPlan, make_plan
 from apgrad.memory._passes import Function, inexact, remember, remembering, send
 from apgrad.memory._samplers import FACTORIES, Sampler, array_bytes, nbytes, require_sampler, rounding
@@ -99,43 +98,46 @@ def randomize(
     number("min_size", min_size)
 
     def walk(*stretch: Any) -> Callable[..., Any]:
-        sizes: Largest = {}
-        of_blocks: Largest = {}
-        at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, of_blocks)
-        none = lambda coefficient: None  # where boundaries are given alone
-        made = StretchWalk(none if sampler is None else _chooser(sampler, through, min_size, sizes), at_boundary)
+        # Who gives boundaries may want nothing else sampled.
+        what, given = ("boundaries", boundaries) if boundaries is not None else ("sampler", sampler)
+        seen: dict[str, Largest] = {"sampler": {}, "boundaries": {}}
+        at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, seen["boundaries"])
+        made = StretchWalk(_chooser(sampler, through, min_size, seen["sampler"]), at_boundary)
 
         def make(*stretch):
             if budget_bytes is not None:
                 plan = _within(budget_bytes, min_size, at_boundary, *stretch)
             else:
                 plan = made.make(*stretch)
-            if budget_bytes is None and {*sizes, *of_blocks} == {"few"}:
-                largest, _ = max(known["few"] for known in (sizes, of_blocks) if known)
-                warn(
-                    f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
-                    f"and the largest that may be sampled has {largest}. Give randomize min_size=0 to sample all.",
-                )
-            elif boundaries is not None and not of_blocks.keys() - {"few"}:
-                warn(
-                    "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and "
-                    f"no block has such an input of at least min_size={min_size} entries that is no argument of the "
-                    "function. Put jax.checkpoint around a part of the function, or leave boundaries out."
-                )
-            # Who gives boundaries may want nothing else sampled.
-            alone = None if boundaries else sampler
-            for what, given, known in (("sampler", alone, sizes), ("boundaries", boundaries, of_blocks)):
-                if _chooses(given) and known.keys() - {"few"} == {"exact"}:
-                    largest, name = known["exact"]
-                    warn(
-                        f"{what}= has no effect: the function gave None for every array, the largest of which is "
-                        f"{name!r} with {largest} entries. Let it give a sampler for some name, shape or dtype."
-                    )
+            _warn_if_nothing_is_sampled(what, given, seen[what], min_size)
             return plan
 
         return made.stretch(*stretch, make=make)
 
     return walked(function, walk)
+
+
+def _warn_if_nothing_is_sampled(what: str, given: Any, seen: Largest, min_size: int) -> None:
+    if "sampled" in seen:
+        return
+    if "exact" in seen:
+        if _chooses(given):
+            largest, name = seen["exact"]
+            warn(
+                f"{what}= has no effect: the function gave None for every array, the largest of which is {name!r} with "
+                f"{largest} entries. Let it give a sampler for some name, shape or dtype."
+            )
+    elif what == "boundaries":
+        warn(
+            "boundaries have no effect: they are for the inputs of jax.checkpoint blocks without a policy, and no "
+            f"block has such an input of at least min_size={min_size} entries that is no argument of the function. Put "
+            "jax.checkpoint around a part of the function, or leave boundaries out."
+        )
+    elif "few" in seen:
+        warn(
+            f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, and the "
+            f"largest that may be sampled has {seen['few'][0]}. Give randomize min_size=0 to sample all."
+        )
 
 
 def _chooses(given: Any) -> bool:
@@ -191,7 +193,7 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
 
 
 def _recorded(min_size: int, *stretch: Any) -> Recorded:
-    walk = StretchWalk(_chooser(rounding(32), None, min_size))  # which marks what could be sampled
+    walk = StretchWalk(_chooser(rounding(32), None, min_size, {}))  # which marks what could be sampled
     made = walk.make(*stretch)
     return [*((index[3], plan) for index, (_, plan) in walk.plans.items()), (stretch[3], made)]
 
@@ -231,24 +233,24 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
         target = min(target, estimate) - (used - budget)
 
 
-def _chooser(sampler: Any, through: Any, min_size: int, sizes: Largest | None = None) -> Choice:
-    """A choice for every coefficient; `sizes` becomes the largest of those that are too small, and of others."""
-    sizes = {} if sizes is None else sizes
-
-    def choose(coefficient):
-        if not isinstance(sampler, Sampler):
-            return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
-        return through if hasattr(sampler, "fraction") and not coefficient.last else sampler
+def _chooser(sampler: Any, through: Any, min_size: int, seen: Largest) -> Choice:
+    """A choice for every coefficient; `seen` becomes the largest of those that are too small, and of others."""
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
         if not size or not coefficient.shape:
             return None
         of_all_steps = size * max(coefficient.count, 1)
-        few = size < min(64, min_size) or of_all_steps < min_size
-        chosen = None if few else choose(coefficient)
-        case = "few" if few else "exact" if chosen is None else "sampled"
-        sizes[case] = max(sizes.get(case, (0, "")), (of_all_steps, coefficient.name))
+        if size < min(64, min_size) or of_all_steps < min_size:
+            case, chosen = "few", None
+        else:
+            chosen = sampler
+            if not isinstance(sampler, Sampler | None):
+                chosen = require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
+            elif hasattr(sampler, "fraction") and not coefficient.last:
+                chosen = through
+            case = "exact" if chosen is None else "sampled"
+        seen[case] = max(seen.get(case, (0, "")), (of_all_steps, coefficient.name))
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
         larger = chosen is not None and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes

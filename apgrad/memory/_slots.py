@@ -1,6 +1,7 @@
 """In which form a coefficient is remembered, and how it is made again: of slots, one for each array to remember."""
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -103,8 +104,8 @@ class SlotMaker:
         self.samplers: dict[Any, Any] = {}
         self.shared: dict[Any, dict[int, int]] = {}
         self.exact: dict[Any, int] = {}
-        self.sizes: dict[Any, float] = {}  # the bytes of a variable that is kept exactly
-        self.cheapest: dict[Any, tuple[float, list[Any]]] = {}
+        self.bytes = functools.cache(lambda v: kept_bytes(self._how(v), None, v.aval))  # of what is kept exactly
+        self._leaves = functools.cache(self._cheapest)
         self.largest = max((array_bytes(v.aval) for v in own if self.is_large(v)), default=0)
         made = (v for eqn in self.eqns for v in eqn.outvars)
         self.stays = None if stays is None else {v for i, v in enumerate(made) if i in stays}
@@ -171,35 +172,27 @@ class SlotMaker:
             chain.append(before)
         return min(chain, key=lambda v: array_bytes(v.aval))
 
-    def _leaves(self, var: Any) -> tuple[float, list[Any]]:
+    def _cheapest(self, var: Any) -> tuple[float, list[Any]]:
         """The cheapest set of arrays to remember exactly, to compute a variable again from: (bytes, variables)."""
-        if var in self.cheapest:
-            return self.cheapest[var]
         seen: dict[Any, tuple[float, list[Any]]] = {}
         visited = 0
-
-        def bytes_of(v):
-            if v not in self.sizes:
-                self.sizes[v] = kept_bytes(self._how(v), None, v.aval)
-            return self.sizes[v]
 
         def visit(v):
             nonlocal visited
             if v in seen:
                 return seen[v]
-            best = (bytes_of(v), [v])
+            best = (self.bytes(v), [v])
             eqn = self.maker.get(v)
             if best[0] and eqn is not None and eqn.primitive.name in CHEAP_TO_REPEAT and visited < _DEEPEST:
                 visited += 1
                 parts = list(dict.fromkeys(leaf for u in jaxprs.variables(eqn.invars) for leaf in visit(u)[1]))
-                cost = sum(map(bytes_of, parts))
+                cost = sum(map(self.bytes, parts))
                 if cost < best[0]:
                     best = (cost, parts)
             seen[v] = best
             return best
 
-        self.cheapest[var] = visit(var)
-        return self.cheapest[var]
+        return visit(var)
 
     def _exact(self, var: Any) -> int:
         if var not in self.exact:

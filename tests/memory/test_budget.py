@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
 from apgrad.memory import _report as report_module
-from apgrad.memory._budget import _hull
+from apgrad.memory._budget import _along_the_hull
 from tests.memory.unbiased import KEY, remembered
 
 pytestmark = pytest.mark.quick
@@ -60,8 +60,8 @@ def test_a_budget_is_kept_or_refused(program, parts):
 
 def test_of_samplers_those_on_the_lower_convex_hull_are_taken():
     above, below = [(16, 0.0, None), (8, 5.0, "a"), (4, 6.0, "b")], [(16, 0.0, None), (8, 1.0, "a"), (4, 6.0, "b")]
-    assert [name for *_, name in _hull(above)] == [None, "b"]
-    assert [name for *_, name in _hull(below)] == [None, "a", "b"]
+    assert list(_along_the_hull(above)) == [(0.5, 12, "b")]
+    assert list(_along_the_hull(below)) == [(0.125, 8, "a"), (1.25, 4, "b")]
 
 
 def test_a_budget_of_a_bit_an_entry_is_kept():
