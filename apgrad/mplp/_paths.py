@@ -3,20 +3,18 @@
 Messages come back through ports alone, so a value and its port must go the same way from one node to the next. Where a
 value goes alone, or through a nonlinear function, what it depends on gets a wrong update or none. So the network is
 traced forward once, and every variable gets a fact, a set of pairs (origin, function): the parameters and nodes it
-comes from, and the functions on the way. Where a node is entered, a value must have the fact of its port.
+comes from, and the functions on the way. Where a node is entered, a value must have the fact of its port. A parameter
+and its port are of one shape, so a linear function does the same to both. The port of a signal has one axis more, so
+a signal goes to the next node as it is, but for new axes, or axes in another order, as `jax.vmap` makes them.
 """
 
 import dataclasses
 import enum
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import Literal
 
 from apgrad._ground.port import Signal
@@ -39,27 +37,13 @@ NOTHING: Fact = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
-# In the fact of what is not the same for a value and for its port: what compares ports, or is made of a port's shape.
+# In the fact of what is not the same for a value and for its port: what compares ports, or is as wide as one.
 UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
-# Along which axes an equation acts that keeps the shape.
-AXES: dict[str, Callable[[Any], Any]] = {
-    "concatenate": lambda eqn: eqn.params["dimension"],
-    "cumsum": lambda eqn: eqn.params["axis"],
-    "dynamic_update_slice": lambda eqn: _unlike(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape),
-    "fft": lambda eqn: range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :],
-    "gather": lambda eqn: eqn.params["dimension_numbers"].start_index_map,
-    "pad": lambda eqn: _unlike(eqn.params["padding_config"], [(0, 0, 0)] * eqn.invars[0].aval.ndim),
-    "reduce_sum": lambda eqn: eqn.params["axes"],
-    "reduce_window_sum": lambda eqn: _unlike(eqn.params["window_dimensions"], [1] * eqn.invars[0].aval.ndim),
-    "rev": lambda eqn: eqn.params["dimensions"],
-}
-AXES |= dict.fromkeys(
-    ("scatter", "scatter-add", "scatter-mul", "scatter-sub"),
-    lambda eqn: eqn.params["dimension_numbers"].scatter_dims_to_operand_dims,
-)
+# What a signal may go through outside of a `wire`.
+ARRANGING = {"broadcast_in_dim", "convert_element_type", "select_n", "squeeze", "transpose"}
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
@@ -112,37 +96,22 @@ class Walk:
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
             if pair and name.startswith("custom_vjp"):
                 return [together - {DENSE}] * len(eqn.outvars)
-            if inside.kind in ("scan", "cond"):  # how often, or which
-                function = f"{name} of {inside.length} by {self.numbers(eqn.invars[:1])}"
-                facts[:] = [fact | _by(function, fact) for fact in facts]  # with which the walk goes inside
             return None
         if name in VIEW:
             self.outside[eqn.outvars[0]] = self.source(eqn.invars[0])
         if name in IDENTITY:
             return facts
-        before, after = (any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars))
-        last = {v.aval.shape[-1:] for v in (*eqn.invars, *eqn.outvars)} == {(self.size,)}
-        lost = before and not (last if name == "reshape" else after)
-        factors = self.numbers(eqn.invars) if name in ("mul", "div") else []
-        made = _made(eqn, facts, together, lost, self.size, factors)
-        if before != after and name != "broadcast_in_dim":
+        made = _made(eqn, facts, together)
+        wide = [any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
+        if wide == [False, True] and name != "broadcast_in_dim":
             made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 
     def source(self, atom: Any) -> tuple[Any, tuple[int, ...]]:
         return (atom, ()) if isinstance(atom, Literal) else self.outside.get(atom, (atom, ()))
 
-    def numbers(self, atoms: Sequence[Any]) -> list[Any]:
-        return [atom.val for atom, _ in map(self.source, atoms) if isinstance(atom, Literal)]
-
     def of_constant(self, value: Any) -> Fact:
-        """UNLIKE for an array as wide as a message, and for a number that has the size in it, or in its square."""
-        shape, dtype = np.shape(value), jnp.result_type(value)
-        known = math.prod(shape) == 1 and not isinstance(value, Tracer) and jnp.issubdtype(dtype, jnp.number)
-        number = float(np.abs(np.asarray(value)).reshape(())) if known else 0.0
-        powers = [number**p / self.size for p in (1, -1, 2, -2)] if number else []
-        made = any(0.5 < n < 1000 and abs(n - round(n)) < 1e-4 for n in powers)
-        return frozenset({UNLIKE}) if made or self.size in shape else NOTHING
+        return frozenset({UNLIKE}) if self.size in np.shape(value) else NOTHING
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
         if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
@@ -163,8 +132,8 @@ class Walk:
             what = f"{'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)}"
             raise TypeError(
                 f"{where} takes {what} in another way than its messages, by .value, a function that is not linear, "
-                "or one along the last axis, which of a port holds the components of messages. Hand on the signal or "
-                "parameter, to mplp.wire for a function of it, or use jax.lax.stop_gradient."
+                "or one of a signal outside of mplp.wire. Hand on the signal or parameter, to mplp.wire for a function "
+                "of it, or use jax.lax.stop_gradient."
             )
         return NOTHING
 
@@ -243,12 +212,8 @@ def _held(fact: Fact) -> Fact:
     return fact | {HELD} if fact else fact
 
 
-def _unlike(some, others):
-    return tuple(i for i, (a, b) in enumerate(zip(some, others, strict=True)) if a != b)
-
-
-def _made(eqn, facts, together, lost=False, size=-1, factors=()):
-    """The fact of what an equation makes; `lost` says that it mixes the components of messages with other numbers."""
+def _made(eqn, facts, together):
+    """The fact of what an equation makes."""
     name = eqn.primitive.name
     if not together or name in NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
@@ -257,40 +222,23 @@ def _made(eqn, facts, together, lost=False, size=-1, factors=()):
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
     if name in LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
-    if name == "dot_general":
-        shape = eqn.invars[bool(facts[1])].aval.shape
-        axes = [axis for of_both in eqn.params["dimension_numbers"] for axis in of_both[bool(facts[1])]]
-    else:
-        shape, axes = eqn.invars[0].aval.shape, np.ravel(AXES[name](eqn) if name in AXES else ()).tolist()
-    components = shape.index(size) if size in shape else len(shape)
-    if not linear or lost or components in axes:
+    signals = any(origin and origin != WIRED and not origin.startswith("params") for origin, _ in together)
+    if not linear or (signals and name not in ARRANGING):
         return together | _by(NONLINEAR, together)
-    operand = next(v.aval.shape for v, fact in zip(eqn.invars, facts, strict=True) if fact)
-    way = _way(eqn, operand, axes, components, size)
-    return together | (_by(f"{name} {way} by {factors}", together) if way else NOTHING)
+    return together | _by(_way(eqn), together)
 
 
-def _way(eqn, operand, axes, components, size):
-    """What a linear equation does to the axes of its operand, a shape; nothing, if it leaves them in their order.
-
-    Axes are counted without that of the components, which a port has beside those of its value.
-    """
-    name, wide = eqn.primitive.name, eqn.outvars[0].aval.shape
-    how: list[Any] = [axis - (axis > components) for axis in axes]
-    if name == "transpose":  # axes of other sizes are told apart by them
-        swapped = [pair for pair in itertools.combinations(eqn.params["permutation"], 2) if pair[0] > pair[1]]
-        how = [[i - (i > components) for i in pair] for pair in swapped if operand[pair[0]] == operand[pair[1]] > 1]
+def _way(eqn):
+    """What a linear equation does, in words that are the same for the value of a signal and for its port."""
+    name, params = eqn.primitive.name, eqn.params
+    axes, numbers = [], [v.val for v in eqn.invars if isinstance(v, Literal)]
+    if name == "transpose":
+        axes = list(params["permutation"])
+        while axes and axes[-1] == len(axes) - 1:  # as that of the components is
+            axes.pop()
     elif name == "broadcast_in_dim":
-        how = [axis - (size in wide[:axis]) for axis in eqn.params["broadcast_dimensions"] if wide[axis] != size]
-    elif name == "slice":
-        bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
-        how = [bound for axis, bound in enumerate(bounds) if axis != components]
-    view = name in VIEW and name not in AXES
-    ends = [[n for n in shape if n != size and not (view and n == 1)] for shape in (operand, wide)]
-    if name in ("transpose", "dot_general"):  # a product may order the axes of a port otherwise than those of its value
-        ends = [sorted(end) for end in ends]
-    same = view and ends[0] == ends[1] and not (name == "transpose" and how)
-    return "" if same else f"of {ends[0]} to {ends[1]} along {how}"
+        axes = sorted({*range(len(params["shape"]))} - {*params["broadcast_dimensions"]})
+    return f"{name} {axes} by {numbers}"
 
 
 def _by(function, fact):

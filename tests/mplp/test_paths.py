@@ -51,7 +51,13 @@ class Net:
 
 def through_a_scan(net, step):
     signal, stacked = jax.lax.scan(lambda s, _: (step(s), s), net.at.signal(net.x), length=3)
-    return net.loss(mplp.wire(jnp.add, signal, jax.tree.map(lambda s: s[-1], stacked)))
+    return net.loss(mplp.wire(lambda last, each: last + each[-1], signal, stacked))
+
+
+def twice(net, function, **axes):
+    """A function of a signal, under vmap of two copies of it."""
+    copied = each(lambda a: jnp.stack([a, a]), net.at.signal(net.x))
+    return jax.vmap(lambda signal: function(signal=signal), **axes)(copied)
 
 
 def in_shard_map(net, dense):
@@ -83,7 +89,6 @@ def beside(extra):
 
 
 each = jax.tree.map
-mixed = lambda a: jnp.ones((3, 3)) @ a[:3]  # a matrix of a port, (3, 3, k), is of its last axes
 flipped = lambda a: jax.lax.cond(jnp.sum(a) > 0, jnp.negative, lambda a: a, a)
 stacked = functools.partial(each, lambda *arrays: jnp.stack(arrays)[0])
 branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)
@@ -92,41 +97,20 @@ of_value = lambda n: lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.
 of_a_value = lambda n: lambda s: n.at.signal(s.value)
 in_a_branch = lambda n, remake, pair: jax.lax.cond(n.x[0, 0] < 1, remake, lambda s: s, pair)
 weight_again = lambda n: in_a_branch(n, lambda w: mplp.parameter(w.value), n.p["w"])
+of_one_size = lambda n: mplp.wire(lambda a: jnp.stack([a[:3]] * 3), n.dense())
 added = lambda n, pair: each(jnp.add, n.at.signal(pair.value), pair)
 biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
-CALLED = "times the number of its axes, which a call takes"
 LAST = {  # of a port, which has one axis more, the components of a message are the last, of one component here
     "backwards": lambda a: a[..., ::-1],
-    "and shifted": lambda a: jnp.roll(a, 1, axis=-1),
-    "and added up, transposed": lambda a: jnp.cumsum(a.T, axis=0).T,
-    "and added up": lambda a: jnp.cumsum(a, axis=-1),
-    "less its mean": lambda a: a - jnp.mean(a, axis=-1, keepdims=True),
-    "and added up between two swaps": lambda a: jnp.cumsum(a.swapaxes(0, -2), axis=0).swapaxes(0, -2),
-    "and turned, of one size": lambda a: (a[:3] - a[:3].swapaxes(0, -2)).sum(axis=0) + a,
-    "less its second axis from the end": lambda a: a - a[..., :1, :],
-    "less one that its shape numbers": lambda a: a - a[a.ndim :][:1],
+    "and cut": lambda a: a[:2],
+    "and added to itself": lambda a: a + a,
     "doubled for each of its axes": lambda a: jax.lax.fori_loop(0, a.ndim, lambda _, a: 2 * a, a),
-    "and transformed": lambda a: jnp.fft.fft(a).real,
-    "and cut": lambda a: a.at[..., 0].set(0.0),
-    "and cut by a slice": lambda a: jax.lax.dynamic_update_slice_in_dim(a, 0 * a[..., :1], 0, -1),
-    "and taken": lambda a: jnp.take(a, jnp.arange(a.shape[-1])[::-1], axis=-1),
-    "and padded": lambda a: jax.lax.pad(a, 0.0, [(0, 0, 0)] * (a.ndim - 1) + [(1, -1, 0)]),
-    "weighed by its place": lambda a: a * jnp.arange(1.0, a.shape[-1] + 1),
-    "and dropped out": lambda a: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0.0),
     "over the root of its width": lambda a: a / a.shape[-1] ** 0.5,
-    "over its width": lambda a: a / jnp.asarray(a.shape[-1], jnp.float32),
-    "over the root of its size": lambda a: a / jnp.sqrt(jnp.asarray(a.size, jnp.float32)),
-    "over a root that a call takes": lambda a: jax.jit(lambda a, c: a * c)(a, a.shape[-1] ** -0.5),
-    CALLED: lambda a: jax.jit(lambda a, c: a * c)(a, float(a.ndim)),
-    "times it in a loop": lambda a: jax.lax.scan(lambda a, _: (LAST[CALLED](a), None), a, None, 1)[0],
-    "over the sum of its ones": lambda a: a / jnp.sum(jnp.ones_like(a)),
-    "over an array of a root": lambda a: a / np.full((1,) * a.ndim, a.shape[-1] ** 0.5),
     "and mixed up": lambda a: a.T.reshape(a.shape),
-    "and rolled as a whole": lambda a: jnp.roll(a, 1),
-    "and weighed by an array": lambda a: a * np.arange(1.0, a.shape[-1] + 1),
-    "in windows": lambda a: jax.lax.reduce_window(
-        a, 0.0, jax.lax.add, (1,) * (a.ndim - 1) + (3,), (1,) * a.ndim, "SAME"
-    ),
+    "and turned": lambda a: a.swapaxes(0, -2),
+    "and repeated": lambda a: jnp.broadcast_to(a[..., None, :], (*a.shape[:-1], 3, a.shape[-1])),
+    "and dropped out": lambda a: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0.0),
+    "and dropped by an array": lambda a: jnp.where(np.ones(a.shape, bool), a, 0.0),
 }
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
@@ -145,10 +129,12 @@ REFUSED = {
     "a parameter mapped": (lambda n: n.loss(n.dense(w=each(jnp.tanh, n.p["w"]))), r"params\['w'\]"),
     "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
     "a signal chosen by itself": (lambda n: n.loss(each(lambda a: jnp.where(a > 0, a, 0), n.dense())), "is not linear"),
-    "a signal between examples": (lambda n: n.loss(each(mixed, n.dense()), n.y[:3]), "is not linear"),
     "a branch chosen by its signal": (lambda n: n.loss(each(flipped, n.dense())), "is not linear"),
     **{
-        f"a signal mapped {how}": (lambda n, f=f: n.loss(each(f, n.dense())), "is not linear")
+        f"a signal mapped {how}": (
+            lambda n, f=f: n.loss(each(f, of_one_size(n)), f(jnp.ones((3, 3, 3)))),
+            "of mplp.wire",
+        )
         for how, f in LAST.items()
     },
     "a product of parameters": (lambda n: n.loss(n.dense(w=each(jnp.multiply, n.p["w"], n.p["v"]))), "'v'.*and.*'w'"),
@@ -175,23 +161,8 @@ RIGHT = {
     "a comparison in the loss": beside(lambda n, first, last: jnp.mean(jnp.where(first.value > 0, 1.0, 2.0))),
     "data": lambda n: n.loss(n.dense(signal=n.at.signal(n.x + jax.lax.stop_gradient(n.p["pos"].value)))),
     "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
-    "a new axis of a signal, moved": lambda n: n.loss(
-        each(lambda a: jnp.moveaxis(a[..., None, :], -2, 0)[0], n.dense())
-    ),
-    "a slice of a signal": lambda n: n.loss(each(lambda a: a[:2], n.dense()), n.y[:2]),
-    "a signal along its features": lambda n: n.loss(
-        each(lambda a: (jnp.take(a, jnp.arange(3)[::-1], 1) - a[:, ::-1].mean(1)[:, None]).at[:, 0].set(0.0), n.dense())
-    ),
-    "a signal transformed along its features": lambda n: n.loss(
-        each(lambda a: jnp.fft.fft(jnp.fft.fft(a, axis=1), axis=0).real, n.dense())
-    ),
-    "noise on a signal": lambda n: n.loss(each(lambda a: a + jax.random.normal(jax.random.key(0), a.shape), n.dense())),
-    "zeros of a signal's shape": lambda n: n.loss(each(lambda a: a * jnp.full(a.shape, 2.0), n.dense())),
-    "a signal through a matrix": lambda n: n.loss(
-        each(lambda a: jnp.einsum("bn...,nm->bm...", a, jnp.eye(3) + 1) / 2, n.dense())
-    ),
-    "a masked signal": lambda n: n.loss(each(lambda a: a * jnp.arange(4.0).reshape(4, *[1] * (a.ndim - 1)), n.dense())),
     "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
+    "copies under vmap, moved": lambda n: n.loss(mplp.wire(lambda a: a[:, 0], twice(n, n.dense, out_axes=1))),
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
     "shard_map": lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], s, w)),
@@ -219,8 +190,7 @@ def nested(net, weights):
 
 
 def copies(net, w):
-    of_one = jax.vmap(lambda s: net.dense("1", s, w))
-    return each(lambda a: a[0], of_one(each(lambda a: jnp.stack([a, a]), net.at.signal(net.x))))
+    return mplp.wire(lambda a: a[0], twice(net, lambda signal: net.dense("1", signal, w)))
 
 
 both = lambda n: each(lambda w, v: jnp.stack([w, v]), n.p["w"], n.p["v"])
