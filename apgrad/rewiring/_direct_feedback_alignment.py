@@ -10,13 +10,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import number
 from apgrad._ground.keys import require_key
 from apgrad.rewiring._layers import Where, chosen_layers, layer, require_one_layer
 from apgrad.rewiring._rewire import Rule
 
 
-def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
+def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
     """Layers send the output's message, through fixed random weights, to their inputs.
 
     So a layer that is taken changes what the layers *before* it learn, not itself: to teach the first of two layers
@@ -25,8 +24,8 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
     an array (outputs, ...) that ends in the axes of the layer's input without the leading ones.
 
     Args:
-      key: the PRNG key of the random weights, which are normal.
-      scale: their standard deviation; 1 over the square root of the number of outputs if not given.
+      key: the PRNG key of the random weights, normal with a deviation of 1 over the root of the
+        number of outputs.
       where: which layers send it, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
@@ -37,8 +36,6 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
       {'dot_general[0]': (2, 3), 'dot_general[1]': (2, 4)}
     """
     key = require_key("the key of direct_feedback_alignment", key)
-    if scale is not None:
-        number("scale", scale, positive=True)
 
     def axes(site):
         """The leading axes, the number of outputs, and the other axes of the input."""
@@ -60,7 +57,7 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
     def init(site):
         _, outputs, rest = axes(site)
         draw = jax.random.normal(jax.random.fold_in(key, site.number), (outputs, *rest), site.inputs[0].dtype)
-        return draw * jnp.asarray(outputs**-0.5 if scale is None else scale, draw.dtype)
+        return draw * jnp.asarray(outputs**-0.5, draw.dtype)
 
     def at(site, feedback):
         leading, outputs, rest = axes(site)

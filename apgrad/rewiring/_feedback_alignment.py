@@ -11,15 +11,15 @@ from apgrad.rewiring._layers import Where, chosen_layers, layer, random_feedback
 from apgrad.rewiring._rewire import Rule
 
 
-def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
+def feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights, the rule's parameters, which get no update.
 
     The first layer has feedback weights too, which change nothing, as their message goes to the data. A layer that is
     called several times in Python has others at each call; in a `scan` it has one. Example: `ap.rewire`.
 
     Args:
-      key: the PRNG key of the random weights, which are normal.
-      scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
+      key: the PRNG key of the random weights, normal with a deviation of 1 over the root of the
+        number of a neuron's inputs.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     """
@@ -27,4 +27,4 @@ def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Whe
     def at(site, feedback):
         return layer(site, lambda w, message, update: (None, to_input(site, feedback, message), update))
 
-    return Rule(chosen_layers(where), at, random_feedback("feedback_alignment", key, scale))
+    return Rule(chosen_layers(where), at, random_feedback("feedback_alignment", key))

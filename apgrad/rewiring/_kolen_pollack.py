@@ -12,15 +12,15 @@ from apgrad.rewiring._layers import Where, chosen_layers, layer, random_feedback
 from apgrad.rewiring._rewire import Rule
 
 
-def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
+def kolen_pollack(key: jax.Array, *, where: Where = None) -> Rule:
     """Layers send their messages back through weights that learn with the layers' own updates.
 
     Train these, the rule's parameters, with the weights' optimizer, rate and decay. Without decay they stay apart.
     So do those of layers that share a weight: each gets its own layer's part of the update.
 
     Args:
-      key: the PRNG key of the first feedback weights, which are normal.
-      scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
+      key: the PRNG key of the first feedback weights, normal with a deviation of 1 over the root of the
+        number of a neuron's inputs.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
@@ -35,4 +35,4 @@ def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = 
     def at(site, feedback):
         return layer(site, lambda w, message, update: (update, to_input(site, feedback, message), update))
 
-    return Rule(chosen_layers(where), at, random_feedback("kolen_pollack", key, scale))
+    return Rule(chosen_layers(where), at, random_feedback("kolen_pollack", key))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import number
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, backpropagation, chain
 from apgrad._programs.jaxprs import require_unchecked
@@ -20,31 +19,33 @@ Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
 The page of the wing says what a name may be ("Which sites a rule takes")."""
 
 
-class Named(NamedTuple):
-    """The `where` of a rule, by names; a `given` one, by the user, that takes no site is an error."""
+class Chosen(NamedTuple):
+    """The `where` of a rule, as a function or names say; a `given` name, by the user, that takes no site is an error.
 
+    A rule of `inputs` changes the message to a layer's input. For it the name of a scope, call or module stands for the
+    layers inside, and a function is asked of layers alone.
+    """
+
+    function: Callable[[ProgramSite], bool] | None
     names: tuple[str, ...]
-    fits: Callable[[ProgramSite, str], bool]
     given: bool
+    inputs: bool
 
     def __call__(self, site: ProgramSite) -> bool:
+        if self.function is not None:
+            return (is_layer(site) or not self.inputs) and self.function(site)
         return any(self.fits(site, name) for name in self.names)
+
+    def fits(self, site: ProgramSite, name: str) -> bool:
+        if not self.inputs:
+            return site.label == name
+        if site.kind in ("function", "scope", "call"):
+            return False
+        path = site.name.rpartition("[")[0]
+        return site.label == name or (is_layer(site) and f"/{name}/" in f"/{path}/")
 
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
         return [n for n in self.names if self.given and not any(self.fits(site, n) for site in sites)]
-
-
-class Inputs(NamedTuple):
-    """The `where` of a rule which changes the message to a layer's input."""
-
-    where: Callable[[ProgramSite], bool]
-
-    def __call__(self, site: ProgramSite) -> bool:
-        """A function is asked of layers alone."""
-        return (isinstance(self.where, Named) or is_layer(site)) and self.where(site)
-
-    def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
-        return self.where.unknown(sites) if isinstance(self.where, Named) else []
 
     def idle(self, taken: Sequence[ProgramSite], offered: Sequence[ProgramSite]) -> bool:
         """Whether the taken layers are all at the data, so that no parameter learns otherwise.
@@ -53,7 +54,7 @@ class Inputs(NamedTuple):
         there are other products, none of which is a layer.
         """
         products = {site.kind for site in offered if site.teaches} & {"dense", "conv", "matmul"}
-        wrong = self.where is not is_layer or products == {"matmul"}
+        wrong = self.inputs and (self.given or products == {"matmul"})
         return wrong and bool(taken) and all(is_layer(site) and not site.teaches for site in taken)
 
 
@@ -86,30 +87,18 @@ def require_one_array(site: ProgramSite, rule: str) -> None:
         )
 
 
-def chosen(
-    where: Where,
-    default: Where = None,
-    fits: Callable[[ProgramSite, str], bool] = lambda site, name: site.label == name,
-) -> Callable[[ProgramSite], bool]:
+def chosen(where: Where, default: Where = None, *, inputs: bool = False) -> Chosen:
     taken = default if where is None else where
     names = (taken,) if isinstance(taken, str) else taken
     if isinstance(names, tuple) and names and all(isinstance(name, str) for name in names):
-        return Named(names, fits, where is not None)
+        return Chosen(None, names, where is not None, inputs)
     if not callable(taken):
         raise TypeError(f"where is a name, a tuple of names or a function of a site, got {where!r}")
-    return taken
+    return Chosen(taken, (), where is not None, inputs)
 
 
-def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
-    """The `where` of a rule for layers' inputs: the name of a scope, call or module stands for the layers inside."""
-
-    def fits(site, name):
-        if site.kind in ("function", "scope", "call"):
-            return False
-        path = site.name.rpartition("[")[0]
-        return site.label == name or (is_layer(site) and f"/{name}/" in f"/{path}/")
-
-    return Inputs(chosen(where, is_layer, fits))
+def chosen_layers(where: Where) -> Chosen:
+    return chosen(where, is_layer, inputs=True)
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
@@ -138,17 +127,15 @@ def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array]) -
     return chain(backpropagation(site.function), changed)
 
 
-def random_feedback(rule: str, key: Any, scale: Any) -> Callable[[ProgramSite], jax.Array]:
+def random_feedback(rule: str, key: Any) -> Callable[[ProgramSite], jax.Array]:
     key = require_key(f"the key of {rule}", key)
-    if scale is not None:
-        number("scale", scale, positive=True)
 
     def init(site):
         require_one_layer(site)
-        if scale is None and not site.output.size:
-            raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data, or give scale")
+        if not site.output.size:
+            raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data")
         x, w = (jnp.ones(s.shape, s.dtype) for s in site.inputs)
-        deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 if scale is None else jnp.asarray(scale)
+        deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5
         draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
         return deviation.astype(w.dtype) * draw
 

@@ -236,10 +236,7 @@ def test_options_are_finite_numbers():
     norms = [0.0, -1.0, nan, "1", jnp.ones(2)]
     for make in (
         *(lambda f=f, n=norm: f(n) for f in (r.clip_messages, r.normalize_messages) for norm in norms),
-        lambda: r.feedback_alignment(KEY, scale=nan),
-        lambda: r.direct_feedback_alignment(KEY, scale="a"),
-        lambda: r.kolen_pollack(KEY, scale=inf),
-        lambda: r.sign_symmetry(scale=0.0),
+        *(lambda x=x: r.sign_symmetry(scale=x) for x in (0.0, nan, inf, "a")),
         lambda: r.surrogate_gradient(beta=-1.0),
         lambda: r.gradient_reversal("x", strength=jnp.ones(3)),
         lambda: r.difference_target_propagation(KEY, "x", step=0.0),
