@@ -111,12 +111,11 @@ def sinusoid(
     sizes: Sequence[int] = (1, 20, 20, 1),
     activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
     amplitude: tuple[float, float] = (0.1, 0.5),
-    phase: tuple[float, float] = (0.0, jnp.pi),
     batch: int = 10,
     held_out: int = 64,
     deviation: float | None = 0.05,
 ) -> Task:
-    """Regression on a sin(x + p), for x from -5 to 5.
+    """Regression on a sin(x + p), for x from -5 to 5 and p from 0 to pi.
 
     The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), `deviation=None`, and a
     batch of 32; MAML's `amplitude=(0.1, 5)`.
@@ -125,7 +124,6 @@ def sinusoid(
       sizes: number of inputs, width of each hidden layer, number of outputs.
       activation: activation function of the hidden layers.
       amplitude: lowest and highest a.
-      phase: lowest and highest p.
       batch: number of points in a minibatch.
       held_out: number of points to judge by, on a grid.
       deviation: standard deviation of the prior, or None; see `mlp`.
@@ -141,13 +139,12 @@ def sinusoid(
     if len(sizes) < 2 or sizes[0] != 1 or sizes[-1] != 1:
         raise ValueError(f"a sinusoid has one input and one output: sizes=(1, ..., 1), got {tuple(sizes)}")
     bounds("amplitude", amplitude)
-    bounds("phase", phase)
     network, prior = mlp(sizes, activation, mplp.squared_error, deviation=deviation)
 
     def draw(key):
         a, p = jax.random.split(key)
-        uniform = lambda key, ends: jax.random.uniform(key, (), float, *ends)
-        return {"amplitude": uniform(a, amplitude), "phase": uniform(p, phase)}
+        uniform = lambda key, low, high: jax.random.uniform(key, (), float, low, high)
+        return {"amplitude": uniform(a, *amplitude), "phase": uniform(p, 0.0, jnp.pi)}
 
     def target(task, x):
         return task["amplitude"] * jnp.sin(x + task["phase"])
