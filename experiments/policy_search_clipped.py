@@ -2,6 +2,7 @@
 
     python -m experiments.policy_search_clipped                   # under two minutes, one task
     python -m experiments.policy_search_clipped --preset paper
+    python -m experiments.policy_search_clipped --preset paper --warm_up 20 --seed 1
 
 The system, the tasks, the policies and the optimizer are those of `experiments.policy_search`. "RP, lanes clipped" cuts
 a lane's message to 4 times the typical lane's at every step (`ap.clip_lanes`), and "TP, lanes clipped" does so in total
@@ -16,7 +17,8 @@ Adam's learning rate is tuned for each method and task on seeds of its own, by t
 which is the mean of the last fifth of the evaluations. The curves are of other seeds, the same for all methods, at the
 tuned rate. They take `long` steps, and are read after `steps` and after `long` steps; and also after equal time, in
 which RP makes so many steps, and another method fewer where its own take longer. A step's time is the processor's, of
-the fastest round, measured in one process in which all methods take turns.
+the fastest round, measured in one process in which all methods take turns. Adam's first step is as long as any, and at
+a rate of .03 it saturates an untrained policy; with `warm_up` the rate rises over so many steps.
 """
 
 import itertools
@@ -51,14 +53,15 @@ class Config(harness.Config):
     steps: int = 100  # of Adam, for tuning and for the first reading.
     long: int = 100  # steps of Adam for the second reading.
     rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
+    warm_up: int = 0  # the first steps of Adam, over which the rate rises to its own.
     tuning: int = 1  # seeds on which they are chosen.
     groups: int = 1  # how many groups of other seeds.
     seeds: int = 2  # of a group.
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
-        if self.steps % EVERY or self.long % EVERY or self.long < self.steps or self.steps < 5 * EVERY:
-            raise ValueError(f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, long the larger one")
+        if self.steps % EVERY or self.long % EVERY or not 5 * EVERY <= self.steps <= self.long or self.warm_up < 0:
+            raise ValueError(f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, and warm_up >= 0")
 
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -72,7 +75,7 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The rate, and each seed's costs and lanes astray at each evaluation; or the seconds of each method's step."""
-    task, size = cell["task"], (config.horizon, config.lanes)
+    task, size = cell["task"], (config.horizon, config.lanes, config.warm_up)
     training = lambda name: policies.training(LORENZ, METHODS[name], config.units, task, *size)
     if cell["group"] == "seconds":
         return {"seconds": policies.seconds({name: training(name) for name in METHODS}, EVERY, ROUNDS)}
@@ -129,7 +132,8 @@ def _end(costs, steps):
 def _picture(config, rows, curves):
     figure, (axes,) = harness.panels(1, len(config.tasks), (13, 4.6))
     seeds = " or ".join(map(str, sorted({r["seeds"] for r in rows})))
-    how = f"{config.lanes} lanes, rates tuned; mean of {seeds} seeds with 95 % intervals"
+    rates = f"rates tuned, rising over {config.warm_up} steps" if config.warm_up else "rates tuned"
+    how = f"{config.lanes} lanes, {rates}; mean of {seeds} seeds with 95 % intervals"
     figure.suptitle(f"Policies for the noisy Lorenz system, clipped by lanes; {how}")
     for axis, task in zip(axes, config.tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]

@@ -101,10 +101,11 @@ class Learning(NamedTuple):
     step: Callable[..., Any]
 
 
-def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float) -> Learning:
-    """Adam on an expected cost."""
+def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float, warm_up: int = 0) -> Learning:
+    """Adam on an expected cost, whose rate rises linearly over the first `warm_up` steps."""
     clipped = optax.clip_by_global_norm(clip) if clip else optax.identity()
-    optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam()), 10**9)
+    rise = optax.scale_by_schedule(optax.linear_schedule(1 / warm_up, 1, warm_up)) if warm_up else optax.identity()
+    optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam(), rise), 10**9)
 
     def start(key, *args):
         parameters = init(key)
@@ -129,10 +130,12 @@ def compiled(learner: Learning) -> Learning:
 
 
 @functools.cache
-def training(system: System, method: Method, units: int, task: str, horizon: int, lanes: int) -> Learning:
+def training(
+    system: System, method: Method, units: int, task: str, horizon: int, lanes: int, warm_up: int = 0
+) -> Learning:
     """Adam on the cost of a policy, compiled."""
     estimates = gradients(method, program(system, method, task, horizon), lanes)
-    return compiled(learning(estimates, functools.partial(policy, system, units), method.clip_norm))
+    return compiled(learning(estimates, functools.partial(policy, system, units), method.clip_norm, warm_up))
 
 
 @functools.cache
