@@ -15,7 +15,7 @@ Three rules keep gradients unbiased and memory small:
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from apgrad._programs import jaxprs
 from apgrad._programs.jaxprs import Program, needed, run_all, variables
 from apgrad._programs.kinds import LINEAR_ELEMENTWISE, LINEAR_IN_EACH
 from apgrad._programs.linearity import CONSTANT, LINEAR, ZERO, linearity
-from apgrad.memory._slots import Coefficient, CoefficientUse, Slot, SlotMaker
+from apgrad.memory._slots import CoefficientUse, Slot, SlotMaker
 
 
 class BackwardStep(NamedTuple):
@@ -49,16 +49,9 @@ class MemoryPlan(NamedTuple):
 
 
 def make_plan(
-    linearize: Callable[..., Any],
-    inputs: Sequence[Any],
-    live: Sequence[bool],
-    ends: Sequence[bool],
-    choose: Callable[[Coefficient], Any],
-    where: str,
-    count: int,
-    rules: Sequence[str] = (),
-    stays: Collection[int] | None = None,
+    linearize: Callable[..., Any], inputs: Sequence[Any], ends: Sequence[bool], rules: Sequence[str], slots: Any
 ) -> MemoryPlan:
+    """`ends` says at which inputs messages end, and `slots` makes the `SlotMaker` of a forward program."""
     traced, (outputs, pullback) = jaxprs.trace(linearize, *inputs)
     leaves, tree = jax.tree.flatten(pullback)
     messages = [x for x in outputs if jaxprs.is_inexact(x)]
@@ -87,7 +80,7 @@ def make_plan(
     derivative = dict(zip(chains, made[len(known) :], strict=True))
     # What a nested program has remembered is packed already, and nothing multiplies it here.
     taken = [v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)]
-    memory = SlotMaker(forward, live, set(variables(at[v] for v in taken)), choose, where, count, stays)
+    memory = slots(forward, own=set(variables(at[v] for v in taken)))
     collapsed = {out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)}
     # A step is last if its message reaches no other sample, and no input that is not live.
     passes_on = {v for v, flag in zip(back.jaxpr.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}

@@ -5,6 +5,7 @@ pullback as `apgrad.memory._memory_plan` chooses. A `scan`, `cond` or `jax.check
 its own, with fresh keys in each step. Calls are entered. A function's own derivative rule is used, and randomized too.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from apgrad.memory._control import packed_block, randomized_cond
 from apgrad.memory._memory_plan import MemoryPlan, make_plan
 from apgrad.memory._passes import Function, inexact, remember, remembering, send
 from apgrad.memory._samplers import FACTORIES, Sampler, array_bytes, nbytes, require_sampler, rounding
-from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
+from apgrad.memory._slots import Coefficient, SlotForm, SlotMaker, fitted, is_view
 
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
 _THROUGH = rounding(bits=8)
@@ -307,31 +308,28 @@ class StretchWalk:
         avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]  # of the key the dtype alone matters
         ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
-        stays = self.stays.get(where)
-        return make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules, stays)
+        how = {"choose": self.choose, "where": where, "count": count, "stays": self.stays.get(where)}
+        return make_plan(linearize, inputs, ends, rules, functools.partial(SlotMaker, live=[True, *flags], **how))
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
         """How an equation is evaluated, of pairs `(value, whether somebody else keeps it)`."""
         numbers = itertools.count(1)
 
-        def evaluated(eqn, pairs):
+        def apply(eqn, pairs):
             values, live = [v for v, _ in pairs], [flag for _, flag in pairs]
             inside = jaxprs.nested(eqn)
             jaxprs.require_values(eqn, "ap.randomize")
-            if inside is None:
-                view = bool(live) and live[0] and is_view(eqn)
-                return [(v, view) for v in jaxprs.caller(eqn)(*values)]
-            if inside.kind == "call":
-                jaxpr, consts = inside.jaxprs[0]
-                return jaxprs.evaluate(Program(jaxpr, tuple((c, True) for c in consts)), pairs, apply, _other)
-            if inside.kind in ("custom", "while") or not any(jaxprs.inexact_outputs(eqn)):
-                return map(_other, jaxprs.caller(eqn)(*values))
-            label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
-            return map(_other, self._enter(eqn, inside, values, live, hashed(key, _NESTED + number), label, count))
-
-        def apply(eqn, pairs):
             with jaxprs.where_it_stands(eqn):  # scopes are names of the coefficients
-                return list(evaluated(eqn, pairs))
+                if inside is None:
+                    view = bool(live) and live[0] and is_view(eqn)
+                    return [(v, view) for v in jaxprs.caller(eqn)(*values)]
+                if inside.kind == "call":
+                    jaxpr, consts = inside.jaxprs[0]
+                    return jaxprs.evaluate(Program(jaxpr, tuple((c, True) for c in consts)), pairs, apply, _other)
+                if inside.kind in ("custom", "while") or not any(jaxprs.inexact_outputs(eqn)):
+                    return map(_other, jaxprs.caller(eqn)(*values))
+                label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
+                return map(_other, self._enter(eqn, inside, values, live, hashed(key, _NESTED + number), label, count))
 
         return apply
 

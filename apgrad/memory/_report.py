@@ -207,22 +207,19 @@ def memory_report(
         kept = residuals(f, *given)
         rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *given), kept)
     first = rows["reverse mode"]
-    is_more = lambda mine, full: mine - full >= max(_NOTICEABLE * full, 1)
-    more = [
-        f"{name!r} {does} {mine} bytes, reverse mode {full}"
-        for name, row in rows.items()
-        for does, mine, full in zip(("remembers", "compiles to"), row, first, strict=False)
-        if is_more(mine, full)
-    ]
-    if more:
-        note = "\n".join([note, "MORE MEMORY than plain reverse mode: " + "; ".join(more)]).strip()
+    kept, compiled = (
+        [
+            f"{name!r} {does} {row[i]} bytes, reverse mode {first[i]}"
+            for name, row in rows.items()
+            if row[i] - first[i] >= max(_NOTICEABLE * first[i], 1)
+        ]
+        for i, does in enumerate(("remembers", "compiles to"))
+    )
+    if kept or compiled:
+        note = f"{note}\nMORE MEMORY than plain reverse mode: {'; '.join(kept + compiled)}".strip()
     # The compiler may need more scratch memory by chance; but what is remembered is the transformation's choice.
-    worse = [name for name, row in rows.items() if is_more(row.residual_bytes, first.residual_bytes)]
-    if worse:
-        warn(
-            f"{', '.join(worse)}: more memory than plain reverse mode ({rows[worse[0]].residual_bytes} bytes are "
-            f"remembered, {first.residual_bytes} by reverse mode). Leave this function, or this part of it, as it is.",
-        )
+    if kept:
+        warn(f"more memory than plain reverse mode: {'; '.join(kept)}. Leave this function, or a part of it, as it is.")
     return MemoryReport(rows, note)
 
 

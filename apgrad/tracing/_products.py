@@ -10,14 +10,14 @@ from jax.tree_util import Partial
 
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import is_inexact, place, restrict
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
+from apgrad.tracing._equation import Equation, Pull, cast
 from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import contract, filled, structs
 
 LIMIT = 2**24  # the most elements that a dense Jacobian may have
 
 
-def _dot_general(equation: Equation) -> Pull:
+def dot_general(equation: Equation) -> Pull:
     """dot_general: each factor gets the matrix product, in the semiring, of the message with the other factor."""
     ((left_sum, right_sum), (left_batch, right_batch)) = equation.params["dimension_numbers"]
     left, right = equation.inputs
@@ -104,6 +104,3 @@ def dense(equation: Equation) -> Pull:
         return answer(total)
 
     return Partial(pull, jacobians)
-
-
-PRODUCT_RULES: dict[str, EdgeRule] = {"dot_general": _dot_general}
