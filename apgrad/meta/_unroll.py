@@ -7,9 +7,9 @@ theta are the meta-parameters, s the inner state. For a task, with weights h (hi
     l_t = (h + b penalty_t) hint_t / T,    final = v held_out
 
 where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2), and
-penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. No part of the loss is held
-constant. (The thesis's code holds the loss that multiplies the penalty constant, and follows the derivative of no
-function.)
+penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. T is the unroll's own length
+where lengths are random. No part of the loss is held constant. (The thesis's code holds the loss that multiplies the
+penalty constant, and follows the derivative of no function.)
 """
 
 from collections.abc import Callable
@@ -49,13 +49,14 @@ class Problem(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` counts steps."""
+    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` counts steps, of `horizon`."""
 
     params: Any
     learner: Any
     task: Any
     key: jax.Array
     t: jax.Array
+    horizon: jax.Array
 
 
 class WithPrior(NamedTuple):
@@ -73,6 +74,7 @@ def inner_problem(
     hint: float = 0.3,
     held_out: float = 0.7,
     hint_before: bool = False,
+    shortest: int | None = None,
     batch_entropy: float = 0.0,
     entropy_form: EntropyForm = "reference",
     learn_prior: bool = False,
@@ -86,11 +88,14 @@ def inner_problem(
       hint: weight of the mean loss on the minibatches that were just learned from (.7 in MPLP's published code).
       held_out: weight of the held-out loss at the end.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing but `t` changes.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
     """
     length = whole("length", length)
+    if shortest is not None and whole("shortest", shortest) > length:
+        raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
     for name, weight in {"hint": hint, "held_out": held_out, "batch_entropy": batch_entropy}.items():
         number(name, weight)
     if not (hint or held_out or batch_entropy):
@@ -105,11 +110,12 @@ def inner_problem(
 
     def init(theta, key):
         meta, prior = parts(theta)
-        keys = jax.random.split(key, 3)
+        keys = jax.random.split(key, 4)
         drawn = task.draw(keys[0])
         params = prior if learn_prior else task.prior(keys[1])
         first = task.batch(drawn, keys[2])
-        return Inner(params, learner.init(meta, params, first), drawn, keys[2], jnp.zeros((), int))
+        horizon = jnp.asarray(length) if shortest is None else jax.random.randint(keys[3], (), shortest, length + 1)
+        return Inner(params, learner.init(meta, params, first), drawn, keys[2], jnp.zeros((), int), horizon)
 
     def step(theta, inner):
         meta, _ = parts(theta)
@@ -119,7 +125,15 @@ def inner_problem(
         weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
-        return inner._replace(params=params, learner=state, t=inner.t + 1), weight * seen / length
+        loss = weight * seen / inner.horizon.astype(seen.dtype)
+        return inner._replace(params=params, learner=state, t=inner.t + 1), loss
+
+    def step_before_the_horizon(theta, inner):
+        nothing = (
+            inner._replace(t=inner.t + 1),
+            zero_of(lambda: task.loss(inner.params, task.batch(inner.task, inner.key))),
+        )
+        return only_if(inner.t < inner.horizon, lambda: step(theta, inner), nothing)
 
     def final(theta, inner):
         if not held_out:
@@ -127,8 +141,13 @@ def inner_problem(
         batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
         return held_out * task.loss(inner.params, batch)
 
-    perturb = (lambda inner: inner.params, lambda inner, part: inner._replace(params=part))
-    return Problem(init, step, final, length, perturb)
+    def put(inner, part):  # after the last step of an unroll's own length t goes on, and noise does not
+        alive = inner.t <= inner.horizon
+        part = part if shortest is None else jax.tree.map(lambda x, y: jnp.where(alive, x, y), part, inner.params)
+        return inner._replace(params=part)
+
+    perturb = (lambda inner: inner.params, put)
+    return Problem(init, step_before_the_horizon if shortest else step, final, length, perturb)
 
 
 def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
@@ -158,6 +177,16 @@ def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
 
 def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
     return scalar("the final loss", problem.final(theta, state))
+
+
+def only_if(condition: jax.Array, function: Callable[[], Any], other: Any) -> Any:
+    """`function()` where the condition holds, else `other`: a `cond` leaves out NaN derivatives, `where` does not."""
+    return jax.lax.cond(condition, function, lambda: other)
+
+
+def zero_of(function: Callable[[], Any]) -> jax.Array:
+    loss = jax.eval_shape(function)
+    return jnp.zeros(loss.shape, loss.dtype)
 
 
 def scalar(what: str, loss: Any) -> Any:

@@ -32,7 +32,7 @@ def error(params, batch):
     return jnp.mean(jnp.sum((predict(params, batch[0])[1] - batch[1]) ** 2, axis=-1)) / 2
 
 
-def documented(task, theta, key, options):
+def documented(task, theta, key, options, length):
     """The loss at the head of `_unroll.py`, with gradient descent at the rate exp(theta) as the learner."""
     h, v, b = (options.get(name, 0.0) for name in ("hint", "held_out", "batch_entropy"))
     log_rate, params = theta if options.get("learn_prior") else (theta, None)
@@ -40,14 +40,14 @@ def documented(task, theta, key, options):
     drawn = task.draw(keys[0])
     params = task.prior(keys[1]) if params is None else params
     total = 0.0
-    for t in range(T):
+    for t in range(length):
         batch = task.batch(drawn, jax.random.fold_in(keys[2], t))
         variance = jnp.var(predict(params, batch[0])[0], axis=0)
         constant = 1e-5 if options.get("entropy_form") == "paper" else 1.0
         entropy = jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant) / 2)
         new = jax.tree.map(lambda p, g: p - jnp.exp(log_rate) * g, params, jax.grad(error)(params, batch))
         hint = error(params if options.get("hint_before") else new, batch)
-        total += (h + b * jnp.maximum(0.0, 0.5 - entropy)) * hint / T
+        total += (h + b * jnp.maximum(0.0, 0.5 - entropy)) * hint / length
         params = new
     return total + v * error(params, task.held_out(drawn, jax.random.fold_in(keys[2], T)))
 
@@ -59,8 +59,12 @@ def central(loss, theta, direction, h=1e-5):
 
 # The first three have all losses. The loss is linear in its weights, so each of the losses alone is enough beside them.
 CASES = [
-    WEIGHTS | {"hint_before": before, "learn_prior": prior, "batch_entropy": 2.0} | entropy
-    for before, prior, entropy in [(True, True, {}), (False, False, {}), (False, True, {"entropy_form": "paper"})]
+    WEIGHTS | {"hint_before": before, "shortest": shortest, "learn_prior": prior} | entropy
+    for before, shortest, prior, entropy in [
+        (True, 1, True, {"batch_entropy": 2.0}),
+        (False, None, False, {"batch_entropy": 2.0}),
+        (False, 1, True, {"batch_entropy": 2.0, "entropy_form": "paper"}),
+    ]
 ]
 EACH = (WEIGHTS | {"batch_entropy": 2.0}).items()
 CASES += [dict.fromkeys(WEIGHTS, 0.0) | {name: weight, "learn_prior": True} for name, weight in EACH]
@@ -74,8 +78,11 @@ def setting(options):
     theta, key = jnp.asarray(-1.0), jax.random.key(3)
     if options.get("learn_prior"):
         theta = meta.WithPrior(theta, task.prior(jax.random.key(5)))
+    length = T
+    if options.get("shortest"):
+        length = int(jax.random.randint(jax.random.split(key, 4)[3], (), options["shortest"], T + 1))
     fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
-    return fixed, theta, key, jax.jit(lambda theta: documented(task, theta, key, options))
+    return fixed, theta, key, jax.jit(lambda theta: documented(task, theta, key, options, length))
 
 
 def described(options):
@@ -148,6 +155,7 @@ def make_nothing(problem, **options):
 WRONG = (2.0, 1.0), (jnp.nan, 1.0), (0.0, jnp.inf), (0.1, 0.5, 5.0), ("0", "1"), 1.0
 REFUSED = [
     *[("length", value, make_nothing) for value in (0, -1, 2.5, True)],
+    *[("shortest", value, make_nothing) for value in (0, 3, 1.5)],
     *[(n, v, make_nothing) for n in ("hint", "held_out", "batch_entropy") for v in (-0.1, jnp.nan, "1")],
     ("entropy_form", "Reference", make_nothing),
     *[("segment", v, meta.truncated) for v in (0, -2, 2.0, 4)],
@@ -165,6 +173,27 @@ REFUSED = [
     *[("size", v, lambda p, size: meta.pool(family().prior, size, jax.random.key(0))) for v in (0, 1.5)],
     *[("sizes", v, lambda p, **o: meta.sinusoid(**o)) for v in ((1, 0, 1), (1, 2.5, 1), (1,), (1, 5, 2), (2, 5, 1))],
 ]
+
+
+def test_a_step_after_the_horizon_does_not_count_though_it_has_no_derivative(x64):
+    """Of an unroll of one step that could have two: the second would go from .75 to the root of zero."""
+    learner = meta.Learner(lambda theta, params, batch: (), lambda theta, p, state, batch: (p - theta, state))
+    task = family()._replace(prior=lambda key: jnp.asarray(1.5), loss=lambda p, batch: jnp.sqrt(p))
+    problem = meta.inner_problem(task, learner, 2, held_out=0.0, hint=1.0, shortest=1)
+    horizon = jax.jit(lambda key: problem.init(jnp.asarray(0.75), key).horizon)
+    key = next(key for key in jax.random.split(jax.random.key(0), 20) if horizon(key) == 1)
+    one = lambda key: meta.reverse_mode(problem)(jnp.asarray(0.75), key)[:2]
+    for found in jax.jit(lambda key: (one(key), jax.vmap(one)(key[None])))(key):
+        np.testing.assert_allclose(jnp.hstack(found), [np.sqrt(0.75), -0.5 / np.sqrt(0.75)], rtol=1e-12)
+
+
+def test_noise_ends_with_an_unrolls_own_length():
+    """Steps that do nothing but carry noise: the held-out square is sigma^2 a step, of two on average."""
+    learner = meta.Learner(lambda theta, params, batch: (), lambda theta, p, state, batch: (p + theta, state))
+    task = family()._replace(prior=lambda key: jnp.asarray(0.0), loss=lambda p, batch: p**2)
+    problem = meta.inner_problem(task, learner, 3, held_out=1.0, hint=0.0, shortest=1)
+    outer = meta.perturbed(problem, sigma=0.3, unrolls=8, estimator=ap.reparameterization())
+    ap.testing.assert_unbiased(lambda key: outer(jnp.asarray(0.0), key)[0], 2 * 0.3**2, jax.random.key(0), 2_000)
 
 
 def test_the_penalty_alone_is_something_to_minimise(x64):
