@@ -30,7 +30,7 @@ class Fitted(NamedTuple):
       model: a copy of the model, with the parameters that were learned.
       losses: (steps,), the loss of each minibatch before the model has learned from it.
       steps: (points,), the numbers of updates after which the held-out batch was measured; empty without such a batch.
-      held_out: (points,), the measure of the held-out batch after so many updates.
+      held_out: (points,), the mean loss of the held-out batch after so many updates.
     """
 
     model: nnx.Sequential
@@ -47,7 +47,6 @@ def fit(
     *,
     loss: Callable[..., jax.Array] = softmax_cross_entropy,
     held_out: Batch | None = None,
-    measure: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     every: int = 10,
     names: Names | None = None,
     progress: bool = True,
@@ -61,8 +60,7 @@ def fit(
       steps: how many updates are made.
       loss: a loss node, such as `mplp.softmax_cross_entropy`, for which y is one-hot, or probabilities.
       held_out: `(x, y)` to measure at the start, after each `every` updates, and at the end, if given.
-      measure: `(prediction, y) -> number`, the measure of the held-out batch; the mean loss if not given.
-      every: updates from one measure, and one look at the losses, to the next.
+      every: updates from one look at the held-out batch, and at the losses, to the next.
       names: see `from_nnx`; if not given, what a pretrained rule's card says ("role" if nothing), else "number".
       progress: whether to show a tqdm bar.
 
@@ -70,9 +68,9 @@ def fit(
       ValueError: for fewer minibatches than steps, or of several forms; for inputs or targets that are not standardized
         where a pretrained rule was trained on such; for targets of a cross-entropy node that are no probabilities (of
         JAX's arrays the first minibatch and the held-out batch are looked at, of others all); if the network's
-        predictions for the first minibatch are not the model's; for a measure without a held-out batch.
+        predictions for the first minibatch are not the model's.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
-      FloatingPointError: if a loss, a measure or a trained parameter is not finite.
+      FloatingPointError: if a loss or a trained parameter is not finite.
 
     Example:
       >>> import itertools, jax, jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
@@ -83,8 +81,6 @@ def fit(
       ([0, 10, 20], True)
     """
     steps, every = whole("steps", steps), whole("every", every)
-    if measure is not None and held_out is None:
-        raise ValueError("got measure, which is of the held-out batch, without held_out: give (x, y), or no measure")
     how: Names = names or (pretrained_card(rule).get("names", "role") if isinstance(rule, str) else "number")
     try:
         network, params = from_nnx(model, loss, names=how)
@@ -112,14 +108,7 @@ def fit(
         params, state, metrics = inner_step(rule, network, params, state, batch)
         return params, state, metrics["loss"]
 
-    @jax.jit
-    def judge(params, batch):
-        if measure is None:
-            return network.mean_loss(params, batch)
-        value = measure(network.predict(params, batch[0]), batch[1])
-        if (shape := jax.tree.map(jnp.shape, value)) != ():
-            raise ValueError(f"measure must return one number, of shape (), got {shape}: give its mean, by jnp.mean")
-        return value
+    judge = jax.jit(network.mean_loss)
 
     def look():
         for i, value in enumerate(jax.device_get(losses[-every:]), max(0, len(losses) - every)):
@@ -131,7 +120,7 @@ def fit(
         if judged is not None:
             curve[len(losses)] = float(judge(params, judged))
             if not np.isfinite(curve[len(losses)]):
-                raise FloatingPointError(f"the held-out measure after {len(losses)} updates is {curve[len(losses)]}")
+                raise FloatingPointError(f"the held-out loss after {len(losses)} updates is {curve[len(losses)]}")
 
     with progress_bar("training", steps, shown=progress) as bar:
         look()

@@ -4,7 +4,7 @@ A function's Jacobian is applied to the port, which stays zero; reverse mode tra
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,7 @@ def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
     return node(Propagator(forward, backward))
 
 
-def fork(
-    signal: Signal, n: int, aggregate: Literal["sum", "mean"] | Callable[[jax.Array], jax.Array] = "mean"
-) -> tuple[Signal, ...]:
+def fork(signal: Signal, n: int, aggregate: Literal["sum", "mean"] = "mean") -> tuple[Signal, ...]:
     """A signal for each of n uses, whose messages are aggregated; if one signal has n uses, reverse mode adds them up.
 
     The value's true derivative is the sum over the uses all the same.
@@ -66,8 +64,7 @@ def fork(
     Args:
       signal: a signal of any shape.
       n: the number of uses, at least 1.
-      aggregate: "sum", "mean", or a function of messages (n, ..., k) to one message (..., k) that closes over no traced
-        array. A use to which no message comes back counts with zeros.
+      aggregate: "sum" or "mean". A use to which no message comes back counts with zeros.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -78,13 +75,11 @@ def fork(
     """
     require_signals("mplp.fork", [signal])
     n = whole("n of fork, a number of signals,", n)
-    named: dict[Any, Callable] = {"sum": lambda m: jnp.sum(m, axis=0), "mean": lambda m: jnp.mean(m, axis=0)}
-    if not callable(aggregate) and aggregate not in named:
-        raise ValueError(f'fork aggregates by "sum", "mean" or a function, got {aggregate!r}')
-    reduce = aggregate if callable(aggregate) else named[aggregate]
+    if aggregate not in ("sum", "mean"):
+        raise ValueError(f'fork aggregates by "sum" or "mean", got {aggregate!r}')
 
     def backward(_, messages):
-        value = jnp.sum(jnp.stack([m.value for m in messages]), axis=0)
-        return (Signal(value, reduce(jnp.stack([m.port for m in messages]))),)
+        value, message = jax.tree.map(lambda *each: jnp.sum(jnp.stack(each), axis=0), *messages)
+        return (Signal(value, message / n if aggregate == "mean" else message),)
 
     return node(Propagator(lambda signal: ((signal,) * n, None), backward))(signal)

@@ -71,7 +71,6 @@ class TestWiring:
 
         np.testing.assert_allclose(ports("sum"), 9.0)
         np.testing.assert_allclose(ports("mean"), 3.0)
-        np.testing.assert_allclose(ports(lambda m: jnp.max(m, axis=0)), 6.0)
         for options, match in ((0,), "must be an integer of at least 1, got 0"), ((2, "median"), "got 'median'"):
             refused(ValueError, match, mplp.fork, signal, *options)
 
