@@ -31,7 +31,7 @@ from experiments.parts import policies
 from experiments.policy_search import LORENZ, METHODS as PLAIN, TASKS
 
 PARTIAL = True
-EVERY = 20  # steps from one evaluation to the next
+EVERY = 5  # steps from one evaluation to the next
 ROUNDS = 5  # of the measurement of time
 ASTRAY = 0.01  # the share of lanes at the other fixed point from which on a policy counts as one that leaves some there
 METHODS = {name: PLAIN[name] for name in ("RP", "RP, short")}
