@@ -4,7 +4,7 @@
 that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not),
 and if the call's key is independent of all the keys that went into state and parameters.
 
-*By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`). A node sees
+*By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_moments.py`). A node sees
 its own variance, and not what cancels between nodes. Hence a *guard*: messages go back twice, with these weights and by
 reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
 twice the variance. The mean of a full window leaves out its largest change: one of the two that an explosion makes.
@@ -27,7 +27,6 @@ from apgrad.expectations import _expectation as objectives
 from apgrad.expectations._channels import ROW, visits
 from apgrad.expectations._ledger import Ledger, TapePlan, differs
 from apgrad.expectations.mixing import _moments as moments
-from apgrad.expectations.mixing._cells import CELLS
 
 SHORTER = 10  # how many times shorter the second window is
 NONE = float(np.finfo(np.float32).max)  # where no change is known: no NaN, at which `jax_debug_nans` would stop
@@ -113,7 +112,7 @@ def adaptive(
       >>> state.moments.shape
       (2, 2, 1, 1, 5)
     """
-    cells = CELLS if by_state else 1
+    cells = moments.CELLS if by_state else 1
     window = whole("window, a number of calls,", window)
     lanes, lengths = objectives.require_program(program, lanes), np.array([max(1, window // SHORTER), window], np.int32)
     several, numbers = objectives.argument_numbers(argnums)

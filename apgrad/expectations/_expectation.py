@@ -16,13 +16,12 @@ from apgrad._ground.keys import is_key, require_key
 from apgrad._ground.messages import tuple_of
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
-from apgrad.expectations._branches import require_apart
 from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._data_axis import require_parts, warn_of_mixed_data
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import SEED, Port
-from apgrad.expectations._programs.marks import count_marks
+from apgrad.expectations._programs.marks import count_marks, require_apart
 from apgrad.expectations._score import require_weighable
 from apgrad.expectations._tape import Tape
 

@@ -29,10 +29,9 @@ from jax.extend.core import get_opaque_trace_state
 from apgrad._ground.arguments import meets
 from apgrad._ground.keys import is_key
 from apgrad._ground.primitives import mark, refuse_batching, refuse_second_derivative
-from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, fold, over, require_lanes
-from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
+from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, marked
 from apgrad.expectations._ports import Arithmetic, Port, charge_shaped, dice
 
 _BATCHED = (
@@ -196,7 +195,38 @@ class Tape:
           >>> jax.jit(ap.grad(program, lanes=100, argnums=(1, 2)))(jax.random.key(0), 0.0, 1.0)[0].shape
           ()
         """
-        return run_branches(self, branches)
+        ledger, fork = self._require_current("parallel"), object()
+        if not branches:
+            raise ValueError("parallel needs at least one branch, got none")
+        mark = lambda key, index: marked(key, Mark.BRANCH, (fork, index)) if ledger.collecting else key
+        key, *keys = jax.random.split(self._key, len(branches) + 1)
+
+        def run(index, key, ports):
+            total = jax.tree.map(jnp.zeros_like, self._total)
+            # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache, from another branch,
+            # would hide from the first trace what it does, and its sites where they are counted.
+            fresh = ledger.collecting or self._plan.sites is not None
+            plan = self._plan._replace(token=object()) if fresh else self._plan
+            ledger.branches += 1
+            try:
+                result = branches[index](Tape(plan, mark(key, index), total, ports))
+            finally:
+                ledger.branches -= 1
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tape)):
+                raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
+            result[0]._require_current(f"the end of branch {index}")
+            return result
+
+        total, outputs = self._total, []
+        ports = {port: (1 - len(branches)) * p if port.arithmetic.adds else p for port, p in self._ports.items()}
+        for index, branch_key in enumerate(keys):
+            begin = {port: ports[port] if port.arithmetic.threads else p for port, p in self._ports.items()}
+            end, output = run(index, branch_key, begin)
+            total = jax.tree.map(jnp.add, total, end._total)
+            ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
+            ports |= {port: p for port, p in end._ports.items() if port.arithmetic.threads}
+            outputs.append(output)
+        return self._follow(mark(key, None), total, ports), tuple(outputs)
 
     def _require_current(self, what: str) -> Ledger:
         ledger = LEDGER.get()

@@ -12,7 +12,6 @@ from jax import lax
 import apgrad as ap
 from apgrad.expectations import _adaptive
 from apgrad.expectations.mixing import _moments as moments
-from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
 from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout, walk
 from tests.refusals import refused
 
@@ -58,30 +57,30 @@ def test_each_cell_has_the_moments_of_its_lanes():
     first, second = (centred(x.reshape(20, 3, 2)).reshape(60, 2) for x in (first, second))  # in each cell
     sizes = jnp.array([1.0, 1e12, 1e24])[cell][:, None]  # a cell that explodes says nothing of the others
     features = jnp.stack([sizes * first, second])
-    rows = jax.jit(moments.row, static_argnums=3)(features, suffix, cell, CELLS)
+    rows = jax.jit(moments.row, static_argnums=3)(features, suffix, cell, moments.CELLS)
     for c in range(3):
         alone = one_cell(features[:, c::3], suffix[c::3])
         np.testing.assert_allclose(plain(rows[c]), plain(alone) / 3, rtol=1e-4)
     assert not np.any(rows[3:, :4])
     by_cell = jax.jit(lambda lanes: moments.weights(rows[None], lanes)[0])
-    found = by_cell(jnp.int32(moments.ENOUGH * CELLS))
+    found = by_cell(jnp.int32(moments.ENOUGH * moments.CELLS))
     np.testing.assert_allclose(found[1], weights_of(rows[1]), rtol=1e-5)
     # What was never seen has the weights of all lanes, as all cells have until enough lanes were seen.
     whole = weights_of(one_cell(features, suffix))
     np.testing.assert_allclose(found[5], whole, rtol=1e-4)
-    np.testing.assert_allclose(by_cell(jnp.int32(10)), jnp.tile(whole, (CELLS, 1)), rtol=1e-4)
+    np.testing.assert_allclose(by_cell(jnp.int32(10)), jnp.tile(whole, (moments.CELLS, 1)), rtol=1e-4)
 
 
 def test_cells_are_of_the_inputs_place_among_the_lanes():
     keys = jax.random.split(KEY, 3)
     x = {"a": jax.random.normal(keys[0], (500, 2)), "b": jax.random.normal(keys[1], (500,)), "n": jnp.arange(500)}
-    cells = jax.jit(lambda inputs, lanes: cells_of(inputs, lanes, CELLS), static_argnums=1)
+    cells = jax.jit(lambda inputs, lanes: moments.cells(inputs, lanes, moments.CELLS), static_argnums=1)
     found = cells(x, 500)
-    assert len(np.unique(found)) > CELLS / 2
+    assert len(np.unique(found)) > moments.CELLS / 2
     assert np.mean(cells({"a": 1e3 * x["a"] + 7, "b": 0.01 * x["b"], "n": -x["n"]}, 500) == found) > 0.98
     wide = cells([jax.random.normal(keys[2], (500, 3, 5)), jnp.full((500, 2), 3.0)], 500)
-    assert len(np.unique(wide)) > CELLS / 2
-    assert not np.any(cells_of(x, 500, 1))
+    assert len(np.unique(wide)) > moments.CELLS / 2
+    assert not np.any(moments.cells(x, 500, 1))
     assert not np.any(cells([jnp.arange(500)], 500)) and not np.any(cells([], 500))
 
 

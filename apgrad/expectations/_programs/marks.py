@@ -1,10 +1,12 @@
-"""How often a program comes past its marks, and in which order."""
+"""How often a program comes past its marks, in which order, and whether branches keep apart."""
 
 import enum
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from typing import Any
 
-from apgrad._programs.jaxprs import Program, inside_of, nested
+from apgrad._programs.jaxprs import Program, inside_of, nested, variables
+from apgrad.expectations._ledger import Mark
 
 
 def count_marks(program: Program, kind: enum.Enum) -> Counter[Hashable]:
@@ -13,16 +15,12 @@ def count_marks(program: Program, kind: enum.Enum) -> Counter[Hashable]:
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "mark" and eqn.params["kind"] is kind:
             found[eqn.params["label"]] += 1
-        inside = nested(eqn)
-        if inside is None:
-            if any(count_marks(inner, kind) for inner in inside_of(eqn)):
+        for label, number in [pair for inner in inside_of(eqn) for pair in count_marks(inner, kind).items()]:
+            if (inside := nested(eqn)) is None:
                 raise ValueError(f"a mark inside {eqn.primitive.name!r} cannot be counted: put that inside the program")
-            continue
-        for inner in inside.jaxprs:
-            for label, number in count_marks(inner, kind).items():
-                if inside.kind == "while":
-                    raise ValueError("a while_loop makes a number of steps that is not known in advance: use lax.scan")
-                found[label] += number * (inside.length if inside.kind == "scan" else 1)
+            if inside.kind == "while":
+                raise ValueError("a while_loop makes a number of steps that is not known in advance: use lax.scan")
+            found[label] += number * (inside.length if inside.kind == "scan" else 1)
     return found
 
 
@@ -44,3 +42,24 @@ def _in_order(program: Program, *kinds: enum.Enum) -> Iterator[tuple[enum.Enum, 
         if inside is None or inside.kind != "call":
             found.sort(key=lambda mark: kinds.index(mark[0]))
         yield from found
+
+
+def require_apart(program: Program) -> None:
+    """Raises a `ValueError` where an equation of one branch reads what an equation of another branch made."""
+    here: dict[Any, int] = {}  # for each fork that has begun and not ended, the number of the branch
+    made: dict[Any, dict[Any, int]] = {}  # for each variable, the branches in which it was made
+    elsewhere = lambda v: any(here.get(fork, index) != index for fork, index in made.get(v, {}).items())
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "mark" and eqn.params["kind"] is Mark.BRANCH:
+            fork, index = eqn.params["label"]
+            here = {other: number for other, number in here.items() if other is not fork}
+            here |= {} if index is None else {fork: index}
+        elif any(map(elsewhere, variables(eqn.invars))):
+            raise ValueError(
+                "a branch of tape.parallel uses a value made inside another branch, whose choices do not pay for it: "
+                "return it as the branch's output and use it after the join, or make it before the fork"
+            )
+        made |= dict.fromkeys(eqn.outvars, here)
+        # What a program inside closes over is an operand of its equation.
+        for inner in inside_of(eqn):
+            require_apart(inner)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._programs.jaxprs import Parameters
+from apgrad.expectations._programs.leading_axes import moved_axis
 
 NUMBER = 8  # signs of a sketch: weights made from them add a per cent to a variance
 _K = -1  # the label of the axis of signs
@@ -66,6 +67,9 @@ def of_step(signs: Any, scale: Any) -> Any:
     return Factors(scale, signs.axes[1:]) if isinstance(signs, Factors) else scale
 
 
+_MOVES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
+
+
 def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by: Any) -> Factors | None:
     """The factors of an output where the equation only moves or scales the elements of its input; else None."""
     (scale, axes), name, params = signs, eqn.primitive.name, Parameters(eqn)
@@ -74,24 +78,22 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
         return Factors(scale * by if name == "mul" else scale / by, axes)
     if name == "neg":
         return Factors(-scale, axes)
-    if name in ("convert_element_type", "copy"):
-        return signs
-    if name == "transpose":
-        return Factors(scale, tuple(axes[i] for i in params["permutation"]))
     if name == "slice":
         strides = params["strides"] or (1,) * len(axes)
         cut = zip(axes, params["start_indices"], params["limit_indices"], strides, strict=True)
         return Factors(scale, tuple(None if x is None else x[:, a:b:s] for x, a, b, s in cut))
-    # An axis of one element is a factor of the whole.
-    for x, size in zip(axes, old, strict=True):
-        scale = scale if size != 1 or x is None else scale * x[:, 0]
-    if name == "broadcast_in_dim":
-        kept = dict(zip(params["broadcast_dimensions"], zip(axes, old, strict=True), strict=True))
-        return Factors(scale, tuple(None if kept.get(i, (0, 1))[1] == 1 else kept[i][0] for i in range(len(shape))))
-    if name in ("reshape", "squeeze") and [n for n in old if n != 1] == [n for n in shape if n != 1]:
-        left = iter([x for x, n in zip(axes, old, strict=True) if n != 1])
-        return Factors(scale, tuple(None if n == 1 else next(left) for n in shape))
-    return None
+    if name not in _MOVES:
+        return None
+    made: list[Any] = [None] * len(shape)
+    for axis, (x, size) in enumerate(zip(axes, old, strict=True)):
+        place = moved_axis(eqn, 0, axis)
+        if size == 1:  # such an axis is a factor of the whole
+            scale = scale if x is None else scale * x[:, 0]
+        elif place is None:
+            return None
+        else:
+            made[place] = x
+    return Factors(scale, tuple(made))
 
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:

@@ -30,7 +30,6 @@ from apgrad._programs.jaxprs import is_inexact, nested, place, trace
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold, over
 from apgrad.expectations.mixing import _moments as moments
-from apgrad.expectations.mixing._cells import cells
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments
 from apgrad.expectations.weights import Weighting
 
@@ -79,12 +78,11 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
     apart = [e for e, estimator in enumerate(mixer.estimators) if folds > 1 and estimator.pathwise is not None]
     output = pulled(memory, to_x.output, to_zeros) if apart else []
     back = to_arguments(node, memory, lanes, [*own, *(output[e] for e in apart)], len(own))
-    by_lane = [answer.features for answer in back.answers[: len(own)]]
-    features = jnp.stack([fold(x, folds) for x in by_lane], axis=1)
+    features = jnp.stack([fold(x, folds) for x in back.features], axis=1)
 
     def weigh_node(gathered):
         later, rows = gathered
-        cell = cells(memory.lane, lanes, 1 if rows is None else rows.shape[1])
+        cell = moments.cells(memory.lane, lanes, 1 if rows is None else rows.shape[1])
         suffix = None
         if later is not None and back.of_shared:
             suffix = fold(later, folds).astype(features.dtype)
@@ -103,17 +101,16 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
             row = moments.row(features[0], gathered_here, cell, rows.shape[1])
             rows = rows.at[visit.slot].set(row.astype(rows.dtype))
         if suffix is not None and later is not None:
-            more = suffix.reshape(lanes, -1) + mixture(for_contribution, by_lane)
+            more = suffix.reshape(lanes, -1) + mixture(for_contribution, back.features)
             later = more[:, : later.shape[1]].astype(later.dtype)
         return (for_message, for_contribution), Gathered(later, rows)
 
     def finish(mixed, weights, to_x, shared):
         to_lane, to_uses = mixed
-        return back.to_shared(to_uses) if shared else None, back.to_lane(to_lane)
+        return back.to_shared(to_uses) if shared else None, jax.tree.structure(memory.lane).unflatten(to_lane)
 
-    answers = [(answer.lane, answer.uses) for answer in back.answers]
-    in_own = answers[: len(own)]
-    return WayBack(Streams(in_own, place(answers[len(own) :], apart, in_own)), weigh_node, finish)
+    in_own = back.answers[: len(own)]
+    return WayBack(Streams(in_own, place(back.answers[len(own) :], apart, in_own)), weigh_node, finish)
 
 
 def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:

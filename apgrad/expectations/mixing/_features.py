@@ -50,20 +50,13 @@ def pulled(memory: NodeMemory, to_x: jax.Array, to_zeros: list[jax.Array]) -> li
     return jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))(memory.pull, to_x, to_zeros)
 
 
-class AtArguments(NamedTuple):
-    """What one set of messages to all lanes' distributions comes to."""
-
-    lane: list[Any]  # messages to the lanes' own arguments: for each array among them (lanes, ...), or None
-    uses: Any  # messages to the uses of parameters, a pytree of arrays (lanes, ...)
-    features: jax.Array | None  # (lanes, width); None where they were not asked for
-
-
 class ToArguments(NamedTuple):
-    """The way back from a node's distributions to its arguments."""
+    """The way back from a node's distributions to its arguments, of several sets of messages."""
 
-    answers: list[AtArguments]  # what each set of messages comes to
-    # messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments' structure.
-    to_lane: Callable[[list[Any]], Any]
+    # What each set comes to: messages to the lanes' own arguments, for each array (lanes, ...) or None, and to the uses
+    # of parameters, a pytree of arrays (lanes, ...).
+    answers: list[tuple[list[Any], Any]]
+    features: list[jax.Array]  # of the first sets, (lanes, width)
     # messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of `shared`, with
     # None for what is not differentiated.
     to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
@@ -121,23 +114,19 @@ def to_arguments(
             return [outputs[i] for i in floats], operands
 
         _, pullback, operands = jax.vjp(exposed, [lane[i] for i in moving], ports, has_aux=True)
-        answers = []
-        for number, message in enumerate(messages):
-            to_moving, to_uses = pullback([message[i] for i in floats])
-            to_lane = place(to_moving, moving, [None] * len(lane))
-            row = features(operands, to_uses, to_lane) if number < featured else None
-            answers.append(AtArguments(to_lane, to_uses, row))
-        return answers, operands
+        sent = [pullback([message[i] for i in floats]) for message in messages]
+        answers = [(place(to_moving, moving, [None] * len(lane)), to_uses) for to_moving, to_uses in sent]
+        return answers, [features(operands, to_uses, to_lane) for to_lane, to_uses in answers[:featured]], operands
 
     made = jax.eval_shape(lambda lane: uses.expose(program, inputs(lane))[2], jax.tree.leaves(one_lane))
     ports = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-    answers, operands = jax.vmap(of_one_lane, (0, None, 0), axis_size=lanes)(lane, ports, messages)
+    answers, rows, operands = jax.vmap(of_one_lane, (0, None, 0), axis_size=lanes)(lane, ports, messages)
 
     def to_shared(to_uses):
         found = uses.gradient(program, inputs(lane), operands, to_uses, lanes)
         return jax.tree.unflatten(structure, place(found, chosen, [None] * len(shared)))
 
-    return ToArguments(answers, jax.tree.structure(memory.lane).unflatten, to_shared, bool(chosen))
+    return ToArguments(answers, rows, to_shared, bool(chosen))
 
 
 def empty_target(what: str) -> str:

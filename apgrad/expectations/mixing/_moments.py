@@ -7,7 +7,7 @@ node, and the gradient G that later nodes have gathered, the weights of least va
 
 What is averaged over calls is the inner products and not the weights: one lane in thousands that explodes would turn
 the weight of its call, while in the mean of the inner products it counts for what it is. Each cell of the node's inputs
-may have moments of its own (`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the
+may have moments of its own; until a window has seen `ENOUGH` lanes a cell on average, all cells have the
 node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<c_1, D>` and
 `<c_2, D>`, whose difference is `<D, D>`, the same two with G, and a common power of two apart:
 
@@ -16,12 +16,22 @@ node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15
 *Two windows.* The mean over a short window has not seen the lane in 100,000 that makes the variance, and the mean over
 a long one lags behind parameters that move. Both are kept, and the likelihood ratio gets the larger of its two weights.
 A window forgets at once what leaves it: two rows a visit, of the current block of at most n calls and the n before.
+
+*Cells.* Given all that was drawn before a node's noise, the pathwise and the score message have the same mean, where
+the cost to come does not jump. So a weight may depend on that past, and where pathwise gradients explode in a part of
+the state space, the likelihood ratio is needed there alone. There are moments, and weights, for each of `CELLS` Voronoi
+cells of fixed random points, among a node's own inputs, standardized over lanes. More than 8 numbers are sketched.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations._lanes import over
+from apgrad.expectations._programs.signs import NUMBER, inner, random_signs
 
 ENOUGH = 50  # lanes
 _NOTHING = -1e9  # the exponent of a row of zeros
@@ -107,3 +117,27 @@ def weights(averages: jax.Array, lanes: jax.Array) -> jax.Array:
     whole = _total(jnp.moveaxis(averages, 1, 0), jnp.ones(averages.shape[1], averages.dtype))[:, None]
     rows = jnp.where(seen(averages) & (lanes >= ENOUGH * averages.shape[1]), averages, whole)
     return jnp.concatenate([pair(rows[..., 0], rows[..., 1]), pair(rows[..., 2], rows[..., 3])], axis=-1)
+
+
+CELLS = 24
+
+
+def cells(inputs: Any, lanes: int, number: int) -> jax.Array:
+    """The number of each lane's cell, (lanes,), from the lanes' own arguments, a pytree of arrays (lanes, ...)."""
+    leaves = [x.reshape(lanes, -1) for x in jax.tree.leaves(inputs) if is_inexact(x) and x.size]
+    real = [part for x in leaves for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
+    if number == 1 or not real:
+        return jnp.zeros(lanes, int)
+    x = _standardized(jnp.concatenate([part.astype(jnp.float32) for part in real], axis=1))
+    if x.shape[1] > NUMBER:
+        signs = random_signs(jnp.uint32(0), 0, x.shape[1:])
+        x = _standardized(jax.vmap(lambda row: inner([row], [signs]))(x))
+    points = np.random.default_rng(0).normal(size=(number, x.shape[1])).astype(np.float32)
+    return jnp.argmin(np.sum(points**2, 1)[None] - 2 * x @ points.T, axis=1)
+
+
+def _standardized(x):
+    away = x - jnp.mean(x, axis=0, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(away**2, axis=0, keepdims=True))
+    away = away / jnp.where(deviation > 0, deviation, 1)
+    return jnp.where(jnp.isfinite(away), away, 0)
