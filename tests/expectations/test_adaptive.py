@@ -12,7 +12,7 @@ from jax import lax
 import apgrad as ap
 from apgrad.expectations import _adaptive
 from apgrad.expectations.mixing import _moments as moments
-from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout, walk
+from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -277,13 +277,6 @@ def test_at_the_edge_of_chaos_mixtures_better_both_by_their_own_weights_and_by_t
 
 def scaled(theta, x, deviation=1.0):
     return dist.Normal(theta * x, deviation)
-
-
-def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
-    make = functools.partial(scaled, deviation=0.1)
-    cost = lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0
-    program = walk(ap.total_propagation(), make, 2, cost)
-    assert np.all(np.isfinite(jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5).moments))
 
 
 def test_errors():

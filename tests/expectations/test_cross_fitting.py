@@ -217,20 +217,6 @@ def test_branches_gather_the_suffix_once(x64):
     assert np.all(seen[1] == seen[2]), "a branch sees what comes after the join, not the other branch"
 
 
-def test_the_estimator_is_linear_in_the_cost_after_the_join():
-    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.5))
-
-    def program(tape, theta):
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
-        tape, (y, z) = tape.parallel(lambda t: node(t, theta, x), lambda t: node(t, theta, x))
-        return tape.cost(y * z)
-
-    # E[y z] = theta^2 E[x^2] = theta^2 (theta^2 + 1/4).
-    theta = 0.8
-    gradient = jax.grad(ap.expectation(program, 10, cross_fit=True), argnums=1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), 4 * theta**3 + theta / 2, KEY, 20_000)
-
-
 def test_large_targets_are_sketched(monkeypatch):
     # Unbiased, and near the variance with the gradients themselves as features.
     weights = jax.random.normal(KEY, (30, 4)) / 6

@@ -1,7 +1,4 @@
-"""Likelihood ratio: exact by enumeration, right at second order, refused where it would be wrong."""
-
-import itertools
-from typing import Any, NamedTuple
+"""Reparameterization and likelihood ratio: right at any order, refused where they would be wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -13,55 +10,11 @@ import apgrad as ap
 from apgrad.expectations import _distributions as distributions
 from experiments import second_derivatives
 from tests.cases import cases
-from tests.expectations.programs import paid
+from tests.expectations.programs import paid, walk
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
 Affine = dist.transforms.AffineTransform
-
-
-class Fixed(NamedTuple):
-    """A distribution whose sample is given: to enumerate all outcomes, one a lane."""
-
-    base: Any
-    outcome: Any
-
-    def sample(self, key):
-        return self.outcome
-
-    def log_prob(self, x):
-        return self.base.log_prob(x)
-
-
-def test_enumerated_outcomes_give_the_exact_gradient(x64):
-    # Two categorical choices, the second one's logits a function of the first, a cost after each. Lanes are
-    # the nine outcomes; a lane's cost is weighted with its probability, so that the sum over lanes is exact.
-    table = jnp.array([[1.0, -2.0, 0.5], [3.0, 0.0, 4.0], [-1.0, 2.0, 7.0]])
-    outcomes = jnp.array(list(itertools.product(range(3), range(3))))
-
-    logits_of = lambda theta, x: theta[1] * jnp.array([1.0, 2.0, -1.0])[x, None] + theta[0]
-
-    def exact(theta):
-        first = jax.nn.softmax(theta[0])
-        second = jax.nn.softmax(logits_of(theta, jnp.arange(3)), axis=-1)
-        return jnp.sum(first * jnp.array([5.0, 1.0, 2.0])) + jnp.sum(first[:, None] * second * table)
-
-    def program(tape, theta):
-        x, y = outcomes.T
-        first = dist.Categorical(logits=jnp.broadcast_to(theta[0], (9, 3)))
-        second = dist.Categorical(logits=logits_of(theta, x))
-        weight = 9 * jax.lax.stop_gradient(jnp.exp(first.log_prob(x) + second.log_prob(y)))
-        tape, x = ap.sample(tape, Fixed(first, x), ap.likelihood_ratio(baseline=None))
-        tape = tape.cost(weight * jnp.array([5.0, 1.0, 2.0])[x])
-        tape, y = ap.sample(tape, Fixed(second, y), ap.likelihood_ratio(baseline=None))
-        return tape.cost(weight * table[x, y])
-
-    theta = jnp.array([[0.3, -0.5, 0.1], [0.7, 0.2, -0.4]])
-    objective = lambda theta: ap.expectation(program, lanes=9)(KEY, theta)
-    # The weights hold still, so the second derivative is exact as well.
-    both = jax.jit(lambda theta: [(f(theta), jax.grad(f)(theta), jax.hessian(f)(theta)) for f in (objective, exact)])
-    for found, wanted, rtol in zip(*both(theta), (1e-12, 1e-12, 1e-11), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=rtol)
 
 
 PROGRAMS = {f"{f}, {g}": (f, g) for f in second_derivatives.FAMILIES for g in second_derivatives.GRAPHS}
@@ -237,3 +190,56 @@ def test_the_gradient_at_such_a_sample_is_nan_where_nobody_checks():
     normal = ap.stochastic(ap.likelihood_ratio())(COARSE["scale"][0])
     found = jax.jit(ap.value_and_grad(paid(normal), 4, check_nan=False))(KEY, COARSE["scale"][1])
     assert np.isnan(found).all(), found
+
+
+WRAPS = {
+    "plain": lambda d: d,
+    "expanded": lambda d: d.expand((2, 3)),
+    "an event": lambda d: d.expand((3,)).to_event(1).expand((2,)),
+    "masked": lambda d: d.mask(False),
+}
+
+
+@cases("wrap", WRAPS)
+def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(wrap, x64):
+    # Of rates r and 2 r: y = exp(-r x) has q y + p y^2 = 1 - cdf, which is the same at any theta, also in a scan.
+    def one(t):
+        rates = jnp.exp(t) * jnp.array([1.0, 2.0])
+        return wrap(dist.MixtureSameFamily(dist.Categorical(logits=jnp.stack([-t, t])), dist.Exponential(rates)))
+
+    def implicit(tape, t):
+        def body(tape, _):
+            tape, x = ap.stochastic(ap.reparameterization())(one)(tape, t)
+            return tape.cost(jnp.sum(x**3, axis=tuple(range(1, x.ndim)))), x
+
+        return jax.lax.scan(body, tape, length=2)
+
+    estimate = jax.jit(ap.expectation(implicit, 5, has_aux=True))
+    t = jnp.array(0.3)
+    y, p = jnp.exp(-jnp.exp(t) * estimate(KEY, t)[1]), jax.nn.sigmoid(2 * t)
+    above = (1 - p) * y + p * y**2
+
+    def exact(t):
+        p = jax.nn.sigmoid(2 * t)
+        y = (jnp.sqrt((1 - p) ** 2 + 4 * p * above) - (1 - p)) / (2 * p)
+        return jnp.sum((-jnp.log(y) / jnp.exp(t)) ** 3) / 5
+
+    both = lambda f, t: (jax.grad(f)(t), jax.grad(jax.grad(f))(t))  # a Newton step less shows at the second
+    found = lambda t: estimate(KEY, t)[0]
+    np.testing.assert_allclose(*jax.jit(lambda t: (both(found, t), both(exact, t)))(t), rtol=1e-9)
+
+
+def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
+    make = lambda theta, x: dist.Normal(jnp.tanh(theta * x), 0.1)
+    program = walk(ap.reparameterization(), make, 5, jnp.square)
+
+    def plain(key, theta):
+        x = jnp.ones(8)
+        for _ in range(5):
+            key, fresh = jax.random.split(key)
+            noise = jax.vmap(jax.random.normal)(jax.random.split(fresh, 8))
+            x = jnp.tanh(theta * x) + 0.1 * noise
+        return jnp.mean(x**2)
+
+    both = [jax.value_and_grad(f, argnums=1) for f in (ap.expectation(program, 8), plain)]
+    np.testing.assert_allclose(*jax.jit(lambda: [f(KEY, 1.3) for f in both])(), rtol=1e-5)
