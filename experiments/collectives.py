@@ -73,13 +73,10 @@ def count(text: str) -> dict[str, Any]:
         if operation := COLLECTIVE.search(line):
             when = "each turn" if inside in bodies else "once"
             found[when][operation["kind"]] = found[when].get(operation["kind"], 0) + 1
-            found[f"bytes {when}"] += sum(_bytes(array) for array in ARRAY.finditer(operation["shape"]))
+            for array in ARRAY.finditer(operation["shape"]):
+                entries = math.prod(int(n or 1) for n in array["sizes"].split(","))
+                found[f"bytes {when}"] += entries * max(1, int(array["bits"] or 8) // 8)
     return found
-
-
-def _bytes(array: re.Match[str]) -> int:
-    size = math.prod(int(n or 1) for n in array["sizes"].split(","))
-    return size * max(1, int(array["bits"] or 8) // 8)
 
 
 def _words(counts: dict[str, int]) -> str:

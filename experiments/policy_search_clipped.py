@@ -88,10 +88,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Each method at its tuned rate, on the groups of seeds that are finished for all methods of a task."""
     rows, figures, curves = [], {}, {}
-    judged = [(c, r) for c, r in records if c["group"] not in ("tuning", "seconds")]
     took = next((r["seconds"] for c, r in records if c["group"] == "seconds"), None)
     for task in config.tasks:
-        mine = {(c["method"], c["group"]): r for c, r in judged if c["task"] == task}
+        mine = {(c.get("method"), c["group"]): r for c, r in records if c["task"] == task}
         groups = policies.whole_groups(config, mine, METHODS)
         if not groups:
             continue
@@ -132,8 +131,7 @@ def _end(costs, steps):
 def _picture(config, rows, curves):
     figure, (axes,) = harness.panels(1, len(config.tasks), (13, 4.6))
     seeds = " or ".join(map(str, sorted({r["seeds"] for r in rows})))
-    rates = f"rates tuned, rising over {config.warm_up} steps" if config.warm_up else "rates tuned"
-    how = f"{config.lanes} lanes, {rates}; mean of {seeds} seeds with 95 % intervals"
+    how = f"{config.lanes} lanes, rates tuned, warm-up {config.warm_up}; mean of {seeds} seeds with 95 % intervals"
     figure.suptitle(f"Policies for the noisy Lorenz system, clipped by lanes; {how}")
     for axis, task in zip(axes, config.tasks, strict=True):
         mine = [row for row in rows if row["task"] == task]

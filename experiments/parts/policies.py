@@ -175,10 +175,7 @@ def curves(
 def seconds(learners: dict[str, Learning], every: int, rounds: int) -> dict[str, float]:
     """The processor's seconds for the fastest step of each learner; all take turns, `every` steps at a time."""
     keys = jax.random.split(jax.random.key(1), every)
-
-    def steps(learner):
-        return functools.partial(learner.step, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
-
+    steps = lambda learner: functools.partial(learner.step, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
     times = take_turns({name: steps(learner) for name, learner in learners.items()}, rounds)
     return {name: float(found.min()) / every for name, found in times.items()}
 

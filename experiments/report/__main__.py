@@ -51,18 +51,14 @@ def setting(results: dict[str, Any]) -> str:
     return f"{recorded}; {results['data']}" if recorded == "the paper preset" and is_small(results) else recorded
 
 
-def anchor(heading: str) -> str:
-    """The address of a heading within its page."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 def in_short(runs: dict[str, dict[str, Any]]) -> str:
     """How many rows of each paper have which verdict."""
     verdicts = ("matches", "beats", "not reproduced", "small", "new")
     rows = [["paper", *verdicts]]
     for paper, claims in CLAIMS.items():
         found = Counter(verdict(claim, runs[claim.run]) for claim in claims)
-        rows.append([f"[{paper}](#{anchor(paper)})", *(str(found[each] or "") for each in verdicts)])
+        address = re.sub(r"[^\w\- ]", "", paper.lower()).replace(" ", "-")  # within the page
+        rows.append([f"[{paper}](#{address})", *(str(found[each] or "") for each in verdicts)])
     return table(rows)
 
 
