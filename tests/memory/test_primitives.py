@@ -53,7 +53,6 @@ own_rule.defvjp(lambda h: (2 * h, jnp.cos(h)), lambda c, m: (m * c,))
 # h is (8, 8), the result (8, 32).
 BETWEEN = {
     "int32": through(jnp.int32),
-    "int8": through(jnp.int8),
     "bool": through(jnp.bool_),
     "uint8, float16": through(jnp.uint8, jnp.float16),
     "bfloat16": through(jnp.bfloat16),
@@ -62,17 +61,12 @@ BETWEEN = {
     "int32, with its gradient": lambda h: spread(h + lax.stop_gradient(h.astype(jnp.int32).astype(h.dtype) - h)),
     "integers are spread": lambda h: spread(h.astype(jnp.int32)).astype(h.dtype) * h[:, :1],
     "reduce_precision": lambda h: spread(lax.reduce_precision(lax.stop_gradient(h), 5, 1)) * spread(h),
-    "round": lambda h: spread(jnp.round(h)),
     "floor": lambda h: spread(jnp.floor(h) * h),
-    "ceil": lambda h: spread(jnp.ceil(h)) + spread(h),
     "sign": lambda h: spread(jnp.sign(h) * h),
-    "abs": lambda h: spread(jnp.abs(h)),
     "comparison": lambda h: spread(h) * (spread(h) > 0.3).astype(h.dtype),
-    "argmax": lambda h: spread(h) * jnp.argmax(h, 1)[:, None].astype(h.dtype),
     "one hot": lambda h: spread(jax.nn.one_hot(jnp.argmax(h, 1), 8)) * spread(h),
     "stop_gradient": lambda h: spread(lax.stop_gradient(h)) * spread(h),
     "relu": lambda h: spread(jax.nn.relu(h)),
-    "relu6": lambda h: jax.nn.relu6(3 * spread(h)),
     "custom_jvp": lambda h: spread(straight_through(h)),
     "custom_vjp": lambda h: spread(jax.vmap(own_rule)(h)),
     "bitcast": lambda h: spread(lax.bitcast_convert_type(lax.bitcast_convert_type(h, jnp.int32) & ~0xFFFFF, h.dtype)),
@@ -82,10 +76,8 @@ BETWEEN = {
     "sort": lambda h: spread(jnp.sort(h, 1)),
     "top_k": lambda h: jnp.tile(lax.top_k(h, 4)[0], (1, 8)) * spread(h),
     "cumsum": lambda h: spread(jnp.cumsum(h, 0)) * spread(h),
-    "cummax": lambda h: spread(lax.cummax(h, 1)),
     "cumprod": lambda h: spread(jnp.cumprod(h, 1)),
     "max": lambda h: spread(jnp.max(h, 1, keepdims=True) * h),
-    "clip": lambda h: spread(jnp.clip(h, -0.5, 0.5)),
     "remainder": lambda h: spread(jnp.remainder(h, 0.7)),
     "where": lambda h: jnp.where(spread(h) > 0, spread(h), 0.1 * spread(h) ** 2),
     "division": lambda h: spread(h) / (1 + spread(h) ** 2),
@@ -145,6 +137,7 @@ SAMPLERS = [
     pytest.param(R.rounding(2, group=8), marks=pytest.mark.optimized),  # its convolutions take long otherwise
     R.heavy(0.5),
 ]
+EXACT = [R.rounding(32), R.stratified(1.0), R.same_sample(1.0, replacement=False)]
 
 
 def loss_of(name):
@@ -153,10 +146,10 @@ def loss_of(name):
     return lambda x, w: jnp.sum(jnp.sin(product(jax.lax.optimization_barrier(x), w))), x, w
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *EXACT], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_unbiased(name, sampler):
-    if name == "conv NCHW" and sampler not in SAMPLERS[:2]:
+    if name == "conv NCHW" and sampler not in [*SAMPLERS[:2], *EXACT]:
         pytest.skip("the order of axes does not depend on the sampler")
     loss, x, w = loss_of(name)
     gradient = jax.jit(jax.grad(ap.randomize(loss, sampler, through=None, min_size=16), argnums=(1, 2)))
@@ -165,19 +158,12 @@ def test_unbiased(name, sampler):
         assert_unbiased(lambda key: gradient(key, x, w), truth)
         return
     # The message to x is exact.
-    chex.assert_trees_all_close(gradient(KEY, x, w)[0], truth[0], rtol=1e-4, atol=1e-5)
-    assert_unbiased(lambda key: gradient(key, x, w)[1], truth[1])
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_exact_where_all_is_kept(name):
-    loss, x, w = loss_of(name)
-    every = R.rounding(32), R.stratified(1.0), R.same_sample(1.0, replacement=False)
-    random = [ap.randomize(loss, sampler, through=None, min_size=16) for sampler in every]
-    found = jax.jit(lambda: [jax.grad(f, argnums=(1, 2))(KEY, x, w) for f in random])()
-    truth = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
-    for gradient in found:
-        chex.assert_trees_all_close(gradient, truth, rtol=1e-5, atol=1e-5)
+    found = gradient(KEY, x, w)
+    chex.assert_trees_all_close(found[0], truth[0], rtol=1e-5, atol=1e-5)
+    if sampler in EXACT:
+        chex.assert_trees_all_close(found[1], truth[1], rtol=1e-5, atol=1e-5)
+    else:
+        assert_unbiased(lambda key: gradient(key, x, w)[1], truth[1])
 
 
 def test_of_an_image_positions_are_kept_with_all_their_channels():
