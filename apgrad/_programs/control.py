@@ -21,7 +21,7 @@ from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
 __all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "own_rule_of", "rebuild"]
-__all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying", "where_it_goes"]
+__all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying"]
 
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
@@ -40,12 +40,10 @@ class Nested(NamedTuple):
     @property
     def loop(self) -> tuple[int, ...]:
         """Of the inputs of a loop, how many come first that its body lacks, then constants, then carried."""
-        return self.counts if self.kind == "while" else (0, *self.counts[:2])
-
-    @property
-    def lanes(self) -> bool:
-        """Whether each lane of a `while` has a condition, as `jax.vmap` makes one whose condition is mapped."""
-        return self.kind == "while" and bool(self.jaxprs[0].jaxpr.outvars[0].aval.shape)
+        if self.kind == "scan":
+            return (0, *self.counts[:2])
+        lacked = sum(self.counts) - len(self.jaxprs[1].jaxpr.invars)
+        return lacked, sum(self.counts[:2]) - lacked, self.counts[2]
 
 
 _KINDS: dict[str, tuple[NestedKind, str]] = {
@@ -80,7 +78,7 @@ def nested(eqn: Any) -> Nested | None:
         if name == "while":
             consts = params["cond_nconsts"], params["body_nconsts"]
             counts = (*consts, len(eqn.invars) - sum(consts))
-            return Nested("while", (opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])), counts)
+            return Nested("while", _of_all_lanes(params["cond_jaxpr"], params["body_jaxpr"], consts[0]), counts)
         if name == "cond":
             return Nested("cond", tuple(opened(branch) for branch in params["branches"]))
         if name == "shard_map":
@@ -109,10 +107,29 @@ def _strange(name: str, params: Any, error: Any) -> str:
     )
 
 
-def where_it_goes(goes: jax.Array, after: Sequence[Any], before: Sequence[Any]) -> list[jax.Array]:
-    """A loop's state after a step, where each lane has a condition: those that have ended stay as they were."""
-    wide = lambda x: goes.reshape(goes.shape + (1,) * (jnp.ndim(x) - goes.ndim))
-    return [jnp.where(wide(a), a, b) for a, b in zip(after, before, strict=True)]
+@functools.lru_cache(maxsize=256)
+def _of_all_lanes(condition: Any, body: Any, consts: int) -> tuple[Program, Program]:
+    """The condition and the body of a `while`, with one condition for all lanes where each has its own.
+
+    `jax.vmap` makes such a loop of one whose condition is mapped. Lanes that have ended stay as they were: so the body
+    needs the condition's constants, which come before its own.
+    """
+    test, step = opened(condition), opened(body)
+    if not test.jaxpr.outvars[0].aval.shape:
+        return test, step
+
+    def stepped(*values):
+        after = evaluate(step, values[consts:])
+        before = values[len(values) - len(after) :]
+        (goes,) = evaluate(test, [*values[:consts], *before])
+        wide = lambda x: goes.reshape(goes.shape + (1,) * (jnp.ndim(x) - goes.ndim))
+        return [jnp.where(wide(a), a, b) for a, b in zip(after, before, strict=True)]
+
+    def traced(function, variables):
+        return opened(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)))
+
+    some = lambda *values: [jnp.any(evaluate(test, values)[0])]
+    return traced(some, test.jaxpr.invars), traced(stepped, [*test.jaxpr.invars[:consts], *step.jaxpr.invars])
 
 
 def rebuild(
@@ -133,12 +150,10 @@ def rebuild(
     first, second = sum(inside.counts[:1]), sum(inside.counts[:2])
     consts, middle, rest = inputs[:first], inputs[first:second], tuple(inputs[second:])
     if inside.kind == "while":
-        test, loop = functions
-        goes, step = lambda carry: test(*consts, *carry)[0], lambda carry: tuple(loop(*middle, *carry))
-        if inside.lanes:
-            of_lanes = lambda carry: tuple(where_it_goes(goes(carry), step(carry), carry))
-            return list(jax.lax.while_loop(lambda carry: jnp.any(goes(carry)), of_lanes, rest))
-        return list(jax.lax.while_loop(goes, step, rest))
+        test, step = functions
+        fixed = inputs[inside.loop[0] : second]
+        goes, after = lambda carry: test(*consts, *carry)[0], lambda carry: tuple(step(*fixed, *carry))
+        return list(jax.lax.while_loop(goes, after, rest))
     if inside.kind == "scan":
 
         def body(state, x):

@@ -182,7 +182,7 @@ class Planner:
             plans = [self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))]
         else:
             if inside.kind == "while":
-                self._hide(inside.jaxprs[1], facts[inside.counts[0] :], around, name)
+                self._hide(inside.jaxprs[1], facts[inside.loop[0] :], around, name)
             else:
                 self._hide(inside.jaxprs[0], facts, jaxprs.join(around, inside.label), name)
             return step

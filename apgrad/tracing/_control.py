@@ -129,21 +129,14 @@ def depends(eqn: Any, flags: list[bool]) -> list[bool] | None:
 
 
 def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    semiring, (test, body), (first, fixed, carried) = context.semiring, inside.jaxprs, inside.counts
-    test_outer, carry = inputs[:first], list(inputs[first + fixed :])
+    semiring, (test, body), (first, fixed, carried) = context.semiring, inside.jaxprs, inside.loop
+    test_outer, outer, carry = inputs[: inside.counts[0]], inputs[first : first + fixed], list(inputs[first + fixed :])
 
     def advance(body, outer, state):
         return jaxprs.evaluate(body, [*outer, *state])
 
-    def go_on(state):
-        return jnp.any(advance(test, test_outer, state[1])[0])
-
-    if inside.lanes:
-        body, first, fixed = body_of_lanes(inside, inputs), 0, first + fixed
-    outer = inputs[first : first + fixed]
-    flags = active_carry(body, active[first:], fixed, carried)
-
-    count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(body, outer, s[1])), (jnp.int32(0), carry))
+    flags, goes_on = active_carry(body, active[first:], fixed, carried), lambda s: advance(test, test_outer, s[1])[0]
+    count, final = lax.while_loop(goes_on, lambda s: (s[0] + 1, advance(body, outer, s[1])), (jnp.int32(0), carry))
     like, outer_like, heads = structs(final), structs(outer), [None] * first
 
     def pull(memory, messages):
@@ -175,18 +168,6 @@ def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tu
         return [*heads, *totals, *arrived]
 
     return Walked(list(final), tuple(flags[fixed:]), Partial(pull, (count, list(carry), list(outer), body)))
-
-
-def body_of_lanes(inside: Any, inputs: Sequence[Any]) -> Any:
-    """The body of a loop whose lanes have a condition each; the condition's constants come before its own."""
-    (test, body), (first, fixed, _) = inside.jaxprs, inside.counts
-
-    def step(*values):
-        carry = values[first + fixed :]
-        goes = jaxprs.evaluate(test, [*values[:first], *carry])[0]
-        return jaxprs.where_it_goes(goes, jaxprs.evaluate(body, values[first:]), carry)
-
-    return jaxprs.trace(step, *structs(inputs))[0]
 
 
 def _custom(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,13 @@ def folded(path: Sequence[Any], depth: int) -> list[Stop]:
     return stops
 
 
+def deepest(depth: int, folded: Callable[[int], Any], most: int) -> Any:
+    """What is folded at most at this depth so that it has no more than so many rows, or at depth 1."""
+    while depth > 1 and len(folded(depth)) > most:
+        depth -= 1
+    return folded(depth)
+
+
 def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "viterbi") -> Any:
     """A path as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
@@ -48,11 +55,7 @@ def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "vit
     name = parameter + (f"[{', '.join(map(str, place))}]" if place else "")
     if not path:
         raise ValueError(f"no gradient reaches {name}, so that there is no path to draw")
-    stops: list[Stop] = []
-    for depth in range(max(len(step.scope.split("/")) for step in path), 0, -1):  # as deep as rows are readable
-        stops = folded(path, depth)
-        if len(stops) <= ROWS:
-            break
+    stops = deepest(max(len(step.scope.split("/")) for step in path), lambda depth: folded(path, depth), ROWS)
     rows, at = [stop.scope for stop in stops], list(range(len(stops)))
     if len(rows) > ROWS:
         rows = list(dict.fromkeys(rows))
@@ -89,13 +92,13 @@ def heat_map(influence: Influence) -> Any:
     number = len(influence.components)
     influence = influence.top(COLUMNS)
     values = mean(influence.share).T
-    names = list(influence.parameters)
-    deepest = max((len(name.split("/")) for name in names), default=1)
-    for depth in range(deepest, 0, -1):
-        short = ["/".join(name.split("/")[:depth]) for name in names]
-        if len(set(short)) <= 2 * ROWS:
-            break
-    groups = {name: [i for i, s in enumerate(short) if s == name] for name in short}
+    names = [name.split("/") for name in influence.parameters]
+
+    def grouped(depth):
+        short = ["/".join(name[:depth]) for name in names]
+        return {name: [i for i, s in enumerate(short) if s == name] for name in short}
+
+    groups = deepest(max(map(len, names), default=1), grouped, 2 * ROWS)
     values = np.stack([mean(values[rows][:, None, :])[0] for rows in groups.values()])
     rows, columns = values.shape
     figure = new_figure((min(8, 3 + 0.5 * columns), 2.2 + 0.22 * min(rows, 3 * ROWS)))

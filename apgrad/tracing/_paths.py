@@ -256,17 +256,14 @@ class Reader:
         semiring, context, program, (number, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
         first, fixed, carried = inside.loop
         inputs = [jnp.asarray(x) for x in inputs]
-        tested = inputs[:first]
-        if inside.lanes:
-            program, first, fixed = control.body_of_lanes(inside, inputs), 0, first + fixed
-        inputs, active, last, number = inputs[first:], active[first:], fixed + carried, number - first
-        active = control.active_carry(program, active, fixed, carried)
+        tested, inputs, last, number = inputs[: inside.counts[0]], inputs[first:], fixed + carried, number - first
+        active = control.active_carry(program, active[first:], fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
         advance = lambda values: self._run("step", jaxprs.evaluate, program, values)[:carried]
         scan = inside.kind == "scan"
         slices, stages = [], []
         for t in range(inside.length)[:: -1 if inside.reverse else 1] if scan else itertools.count():
-            if not (scan or jnp.any(self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0])):
+            if not (scan or self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0]):
                 break
             slices.append(t)
             stages.append([*outer, *carry, *(x[t] for x in xs)])
