@@ -1,1 +1,1 @@
-"""Estimators of the derivative of an expectation, a file for each family that shares its mathematics."""
+"""Estimators of the derivative of an expectation, one a file."""

@@ -17,8 +17,6 @@ from jax import lax
 
 from apgrad._ground.arguments import require_call
 
-__all__ = ["LearnedBaseline", "learned_baseline"]
-
 
 class LearnedBaseline(NamedTuple):
     """A baseline function whose parameters learn the cost-to-go, as `learned_baseline` makes it."""

@@ -18,5 +18,9 @@ Its derivatives of any order are right in expectation, with respect to all that 
 `elbo` is for models and guides written in NumPyro, with an estimator for each site.
 """
 
-from apgrad.expectations.variational._bounds import *
+from apgrad.expectations.variational._doubly_reparameterized import doubly_reparameterized as doubly_reparameterized
 from apgrad.expectations.variational._elbo import elbo as elbo
+from apgrad.expectations.variational._importance_weighted import importance_weighted as importance_weighted
+from apgrad.expectations.variational._leave_one_out import leave_one_out as leave_one_out
+from apgrad.expectations.variational._sticking_the_landing import sticking_the_landing as sticking_the_landing
+from apgrad.expectations.variational._vimco import vimco as vimco

@@ -41,7 +41,8 @@ from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import base
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, require_derivative, surrogate
-from apgrad.expectations.estimators._total_propagation import likelihood_ratio, reparameterization
+from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
+from apgrad.expectations.estimators._reparameterization import reparameterization
 
 
 def elbo(
