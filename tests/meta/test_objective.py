@@ -138,16 +138,6 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
     ap.testing.assert_unbiased(estimates, truths, jax.random.key(2), 4000)
 
 
-def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
-    options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
-    problem, theta, _, loss = setting(options)
-    outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization())
-    value, gradient, _ = jax.jit(outer)(theta, jax.random.key(0))
-    np.testing.assert_allclose(value, loss(theta), rtol=1e-6)
-    direction = jax.tree.map(jnp.ones_like, theta)
-    np.testing.assert_allclose(dot(gradient, direction), central(loss, theta, direction), rtol=1e-6)
-
-
 def make_nothing(problem, **options):
     return meta.inner_problem(family(), meta.optimizer(optax.sgd, family().loss), **{"length": 2, **options})
 

@@ -232,14 +232,6 @@ def wired(function):
 elsewhere("positions")(wired(lambda s: s))
 elsewhere("merged with positions")(wired(lambda s: s.reshape(B * T, N)))
 elsewhere("swapped")(wired(lambda s: jnp.swapaxes(s, 0, 1)))
-elsewhere("half of the batch")(wired(lambda s: s[: B // 2]))
-
-
-@elsewhere("the batch last")
-def _(m, at, p, x, y):
-    s = m.wire(lambda s: jnp.transpose(s, (2, 1, 0)), hidden(m, at, p, at.signal(x)))
-    s = m.activation(at["again"], jnp.sin, s)
-    return m.squared_error(at["loss"], s, jnp.transpose(y, (2, 1, 0)))
 
 
 @elsewhere("two batches concatenated")
@@ -253,12 +245,6 @@ def _(m, at, p, x, y):
 def _(m, at, p, x, y):
     s = m.wire(lambda s: jnp.mean(s, axis=0), hidden(m, at, p, at.signal(x)))
     return m.softmax_cross_entropy(at["loss"], m.dense(at["out"], s, p["v"]), jax.nn.softmax(y[0]))
-
-
-@elsewhere("similarities of the batch")
-def _(m, at, p, x, y):
-    s = m.wire(lambda s: jnp.einsum("btn,ctn->bc", s, s), hidden(m, at, p, at.signal(x)))
-    return m.squared_error(at["loss"], m.activation(at["again"], jnp.sin, s), jnp.eye(B, dtype=x.dtype))
 
 
 @elsewhere("a loss of another batch axis")

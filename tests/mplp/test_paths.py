@@ -256,10 +256,8 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
 
 
 ARRAYS = {
-    "squared_error": lambda at, x: mplp.squared_error(at["l"], x, x),
     "readout": lambda at, x: mplp.readout(at["l"], x),
     "a gate": lambda at, x: mplp.activation(at["l"], jnp.multiply, at.signal(x), x),
-    "max_pool": lambda at, x: mplp.max_pool(at["l"], x, 2),
     "wire": lambda at, x: mplp.wire(jnp.tanh, x),
     "fork": lambda at, x: mplp.fork(x, 2),
     "conv": lambda at, x: mplp.conv(at["l"], x, mplp.parameter(x)),
