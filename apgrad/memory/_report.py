@@ -66,8 +66,8 @@ class MemoryReport(NamedTuple):
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
-        first = next(iter(self.rows.values()))
-        width = max(len(name) for name in self.rows)
+        plain, first = next(iter(self.rows.items()))
+        width = max(map(len, self.rows))
         unit, scale = ("MB", 1e6) if max(row.residual_bytes for row in self.rows.values()) >= 1e5 else ("kB", 1e3)
         lines = [f"{'':{width}}  residuals {unit}   less  temp {unit}   less"]
         # How many times less than reverse mode, where both are of a size to be compared.
@@ -75,17 +75,16 @@ class MemoryReport(NamedTuple):
         for name, (kept, temp, _) in self.rows.items():
             residuals = f"{kept / scale:12.3f} {less(kept, first.residual_bytes)}"
             lines.append(f"{name:{width}}  {residuals} {temp / scale:8.3f} {less(temp, first.temp_bytes)}")
-        steps = lambda r: f"  {r.count} steps" if r.count > 1 else ""
-        kept = []
+        if first.residuals:
+            which = f"the largest of {len(first.residuals)} arrays that {plain} keeps"
+            lines.append(f"{which} (a variance is of the noise, over the array's mean square):")
         for number, r in _grouped(first.residuals)[:5]:
             many, each = (f"{number} x ", ", each") if number > 1 else ("", "")
-            kept.append(f"  {many}{_size(r.nbytes)}  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip())
-            kept.append(f"      for {', '.join(r.consumers[:3])}" + (" ..." if len(r.consumers) > 3 else ""))
+            steps = f"  {r.count} steps" if r.count > 1 else ""
+            lines.append(f"  {many}{_size(r.nbytes)}  {r.name}  {r.dtype}{list(r.shape)}{steps}  {r.source}".rstrip())
+            lines.append(f"      for {', '.join(r.consumers[:3])}" + (" ..." if len(r.consumers) > 3 else ""))
             saved = [f"{name} -{_size(saved)} ({cost})" for name, (saved, cost) in r.remedies().items()]
-            kept.append(f"      of residuals{each}: {'; '.join(saved)}")
-        if kept:
-            which = f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps"
-            lines += [f"{which} (a variance is of the noise, over the array's mean square):", *kept]
+            lines.append(f"      of residuals{each}: {'; '.join(saved)}")
         if 0 <= first.temp_bytes < first.residual_bytes:
             lines.append(
                 "The compiler needs less than the residuals here: temp memory falls by less than residuals do; "

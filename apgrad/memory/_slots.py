@@ -133,24 +133,22 @@ class SlotMaker:
             return CoefficientUse(var, {v: self._exact(v) for v in needed if v not in inside}, eqns, again=bool(eqns))
         (cost, leaves), source = self._leaves(var), self._source(var)
         order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
-        may = linear and cost * 4 > array_bytes(source.aval)
-        sampler = self._sampler(source, last, name, eqn, order) if may else None
-        if sampler is None:
+        size = array_bytes(source.aval)
+        may = linear and jnp.issubdtype(source.aval.dtype, jnp.floating) and cost * 4 > size
+        # Noise here reaches all messages that follow. A cross-entropy's messages p - y shrink as a network learns, and
+        # the noise of a rounded p does not: so what is small beside the largest coefficient is kept exactly.
+        may = may and (last or _SMALL * size > self.largest)
+        found = self._sampler(source, last, name, eqn, order) if may else None
+        if found is None or found[0] is None:
             return CoefficientUse(var, {v: self._exact(v) for v in leaves}, self._between(leaves, var))
-        drawn = self.shared.setdefault((source, sampler[0]), {})  # slots, and the steps that take them as bits
+        drawn = self.shared.setdefault((source, found[0]), {})  # slots, and the steps that take them as bits
         slot = next((slot for slot, used in drawn.items() if not used & ancestors), len(self.slots))
         if slot == len(self.slots):
-            self.slots.append(Slot(source, "sampled", *sampler))
+            self.slots.append(Slot(source, "sampled", *found))
         drawn[slot] = drawn.get(slot, 0) | (1 << step)
         return CoefficientUse(var, {source: slot}, self._between([source], var))
 
-    def _sampler(self, var: Any, last: bool, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
-        if not jnp.issubdtype(var.aval.dtype, jnp.floating):
-            return None
-        # Noise here reaches all messages that follow. A cross-entropy's messages p - y shrink as a network learns, and
-        # the noise of a rounded p does not: so what is small beside the largest coefficient is kept exactly.
-        if not last and _SMALL * array_bytes(var.aval) <= self.largest:
-            return None
+    def _sampler(self, var: Any, last: bool, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient]:
         index = (var, last, order)
         if index not in self.samplers:
             maker = self.maker.get(var)
@@ -158,7 +156,7 @@ class SlotMaker:
             label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), given, name)
             found = self._coefficient(f"{label}[{len(self.samplers)}]", var, last, order)
             self.samplers[index] = (fitted(self.choose(found), found), found)
-        return self.samplers[index] if self.samplers[index][0] is not None else None
+        return self.samplers[index]
 
     def _coefficient(self, name, var, last=False, order=None) -> Coefficient:
         return Coefficient(name, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), last, order)

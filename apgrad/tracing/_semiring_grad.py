@@ -79,13 +79,11 @@ def traced(who: str, f: Callable[..., Any], args: Any, kwargs: Any, argnums: int
         require_parameters(f"argument {k}", args[k], jnp.floating, "and paths end at floating-point arrays")
 
     jaxprs.require_auto("following paths")
-    called = pure.unchanged(who, lambda args, kwargs: f(*args, **kwargs))
 
     def program_of(places):
-        def function(*values):
-            return called(*jax.tree.unflatten(treedef, jaxprs.place(values, places, leaves)))
-
-        program, shape = jaxprs.trace(function, *(leaves[n] for n in places))
+        put = lambda *values: treedef.unflatten(jaxprs.place(values, places, leaves))
+        chosen = [leaves[n] for n in places]
+        program, shape = pure.trace(who, lambda given: f(*given[0], **given[1]), put, chosen)
         return jaxprs.pruned(program), shape, places
 
     others = [n for n, leaf in enumerate(leaves) if n not in chosen and _is_array(leaf)]

@@ -78,9 +78,6 @@ def test_packers_of_ones_own_by_shape_and_by_the_name_of_a_checkpoint():
         (True, r"unpack of packing is called with \(memory, like\), and it takes \(memory\)"),
     ):
         refused(TypeError, words, R.packing, lambda x: x, lambda memory: memory, biased=biased)
-    wrong = R.packing(lambda key, x: x, lambda memory, like: memory[:1])
-    gradient = jax.grad(ap.randomize(loss, wrong), argnums=1)
-    refused(ValueError, "restore of the sampler Packing", jax.eval_shape, gradient, KEY, weights, x)
 
 
 def deep(weights, x):

@@ -69,7 +69,7 @@ PAIRS += [pytest.param("transformer", "rounding", marks=LONG), ("transformer", "
 @pytest.mark.parametrize(("model", "sampler"), PAIRS)
 def test_unbiased(model, sampler):
     function, params = MODELS[model]()
-    draws = 2000 if model == "transformer" else 4000
+    draws = 1000 if model == "transformer" else 4000
     assert_randomized(function, SAMPLERS[sampler], params, argnums=[0], draws=draws)
 
 

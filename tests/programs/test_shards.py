@@ -10,6 +10,7 @@ import pytest
 
 import apgrad as ap
 from tests import devices
+from tests.expectations.programs import walk
 from tests.refusals import refused
 
 PROGRAM = (Path(__file__).parent / "on_eight_devices.py").read_text()
@@ -46,13 +47,7 @@ def test_what_cannot_be_read_is_one_function_where_nobody_has_to_read_it():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     explicit = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     assert ap.memory.residuals(lambda x: jnp.sum(explicit(x)), jnp.ones(64))
-    step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(explicit(theta * x), 0.1))
-
-    def rollout(tape, theta):
-        tape, x = step(tape, theta, jnp.ones(tape.lanes))
-        tape, x = step(tape, theta, x)
-        return tape.cost(x**2)
-
+    rollout = walk(ap.total_propagation(), lambda theta, x: dist.Normal(explicit(theta * x), 0.1), 2, jnp.square)
     jax.eval_shape(ap.grad(rollout, lanes=8), jax.random.key(0), 2.0)
     gradient_shape(lambda x: x * explicit(jnp.ones(4)))
 

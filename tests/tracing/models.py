@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import optax
 
 import apgrad as ap
+from tests.expectations.programs import walk
 
 KEY = jax.random.key(0)
 # The gradient's own sum as a user would write it: all rules are used, none of JAX's transposes.
@@ -20,17 +21,6 @@ class MLP(nn.Module):
     def __call__(self, x):
         x = nn.relu(nn.Dense(5)(x))
         return nn.Dense(3)(jnp.tanh(nn.Dense(4)(x)))
-
-
-class CNN(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(4, (3, 3), strides=2)(x))
-        x = nn.max_pool(x, (2, 2), (1, 1))
-        x = nn.Conv(4, (2, 2), feature_group_count=2, kernel_dilation=2)(x)
-        x = nn.GroupNorm(2)(nn.pool(x, 0.0, jax.lax.add, (2, 2), (1, 1), "VALID") / 4.0)
-        x = nn.ConvTranspose(2, (2, 2), strides=(2, 2))(x)
-        return nn.Dense(3)(x.reshape(x.shape[0], -1))
 
 
 class Recurrent(nn.Module):
@@ -109,26 +99,13 @@ def control():
 def objective(estimator):
     """apgrad's own nodes that are ordinary JAX."""
 
-    @ap.stochastic(estimator)
-    def step(theta, x):
-        return dist.Normal(jnp.tanh(theta["w"] * x), jax.nn.softplus(theta["s"]))
-
-    def program(tape, theta):
-        def body(carry, _):
-            tape, x = carry
-            tape, x = step(tape, theta, x)
-            return (tape.cost(x**2), x), None
-
-        (tape, _), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=3)
-        return tape
-
-    expected = ap.expectation(program, lanes=4)
+    normal = lambda theta, x: dist.Normal(jnp.tanh(theta["w"] * x), jax.nn.softplus(theta["s"]))
+    expected = ap.expectation(walk(estimator, normal, 3, jnp.square), lanes=4)
     return lambda theta: expected(KEY, theta), {"w": jnp.float32(0.7), "s": jnp.float32(-1.0)}
 
 
 MODELS = {
     "mlp": lambda: classifier(MLP(), numbers(4, 3)),
-    "cnn": lambda: classifier(CNN(), numbers(2, 9, 9, 2)),
     "lstm": lambda: classifier(Recurrent(nn.OptimizedLSTMCell(4)), words(2, 5)),
     "transformer": lambda: classifier(Transformer(), words(2, 5)),
     "control": control,

@@ -21,7 +21,7 @@ from tests.refusals import refused
 from tests.tracing.models import KEY, MINE, MODELS, numbers, plus, times
 
 
-@cases("model", MODELS, long=["cnn"])
+@cases("model", MODELS)
 def test_the_sum_is_the_gradient(model):
     loss, params = model()
     gradients = jax.grad(loss), *(ap.semiring_grad(loss, semiring) for semiring in (ap.tracing.ordinary(), MINE))
@@ -117,18 +117,6 @@ def test_a_vmapped_while_whose_lanes_end_apart_is_walked_backward():
         found = jax.jit(ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1)))(x, w)
         truth = jax.jit(jax.jacfwd(loss, (0, 1)))(x, w)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, truth)
-
-
-def test_transformations():
-    loss, params = MODELS["mlp"]()
-    heavy = jax.jit(ap.semiring_grad(loss, ap.tracing.max_product()))
-    scales = jnp.array([0.5, 1.0, 2.0])
-    scaled = lambda s: heavy(jax.tree.map(lambda p: s * p, params))
-    mapped = jax.jit(jax.vmap(scaled))(scales)
-    _, scanned = jax.jit(lambda: jax.lax.scan(lambda c, s: (c, scaled(s)), 0, scales))()
-    for a, b, c in zip(*map(jax.tree.leaves, (mapped, scanned, scaled(scales[1]))), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
-        np.testing.assert_allclose(a[1], c, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
