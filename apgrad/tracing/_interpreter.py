@@ -37,41 +37,35 @@ class Walked(NamedTuple):
     pull: Any  # None where nothing active goes in or comes out
 
 
-class Step(NamedTuple):
-    """What an equation of a program is after the program's walk forward: its inputs, which are active, its pull."""
-
-    inputs: list[Any]
-    active: tuple[bool, ...]
-    pull: Pull | None
-
-
 def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
     """A program as one step: its outputs, and a pull through all of it."""
     jaxpr, flags = program.jaxpr, tuple(active)
-    outputs, steps = forward(context, program, inputs, active)
+    known, pulls = forward(context, program, inputs, active)
 
     def pull(pulls, messages):
         found = backward(context, jaxpr, pulls, messages)
         return [found.get(v) if a else None for v, a in zip(jaxpr.invars, flags, strict=True)]
 
-    pulls = [step.pull for step in steps]
-    return Walked([value for value, _ in outputs], tuple(active for _, active in outputs), Partial(pull, pulls))
+    return Walked(*values_of(jaxpr.outvars, known), Partial(pull, pulls))
 
 
 def forward(
     context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]
-) -> tuple[list[tuple[Any, bool]], list[Step]]:
-    """Evaluates a program: each output as (value, active), and the steps of its equations."""
-    steps = []
+) -> tuple[dict[Any, tuple[Any, bool]], list[Pull | None]]:
+    """Evaluates a program: of each variable the value and whether it is active, and the pulls of the equations."""
+    jaxpr, consts = program
+    pairs, pulls = [*((c, False) for c in consts), *zip(inputs, active, strict=True)], []
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], pairs, strict=True))
+    for eqn in jaxpr.eqns:
+        walked = walk_equation(context, eqn, *values_of(eqn.invars, known))
+        pulls.append(walked.pull)
+        known.update(zip(eqn.outvars, zip(walked.outputs, walked.active, strict=True), strict=True))
+    return known, pulls
 
-    def apply(eqn, given):
-        values, flags = [value for value, _ in given], tuple(active for _, active in given)
-        walked = walk_equation(context, eqn, values, flags)
-        steps.append(Step(values, flags, walked.pull))
-        return zip(walked.outputs, walked.active, strict=True)
 
-    pairs = list(zip(inputs, active, strict=True))
-    return jaxprs.evaluate(program, pairs, apply, lambda value: (value, False)), steps
+def values_of(atoms: Sequence[Any], known: Mapping[Any, tuple[Any, bool]]) -> tuple[list[Any], tuple[bool, ...]]:
+    pairs = [(atom.val, False) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+    return [value for value, _ in pairs], tuple(active for _, active in pairs)
 
 
 def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:

@@ -23,7 +23,7 @@ from apgrad._ground.messages import Static, form_of
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
 from apgrad.tracing._equation import transposed_mode
-from apgrad.tracing._interpreter import Context, backward, forward, walk
+from apgrad.tracing._interpreter import Context, backward, forward, values_of, walk
 from apgrad.tracing._semirings import LOG, Semiring, top_k
 from apgrad.tracing._sums import dtype_of, filled
 
@@ -156,7 +156,7 @@ class Reader:
     def follow(self, scope: str, program: Any, inputs: Any, active: Sequence[bool], messages: Any, at: Element) -> Way:
         """The path from an element of an input of a program; `messages` are those at its outputs."""
         jaxpr = program.jaxpr
-        given, flags, arrived, sent = self._walk(program, [jnp.asarray(x) for x in inputs], active, messages)
+        known, arrived, sent = self._walk(program, [jnp.asarray(x) for x in inputs], active, messages)
         # The outputs come last, as if they were one more equation.
         rows = [*zip((eqn.invars for eqn in jaxpr.eqns), sent, strict=True), (jaxpr.outvars, self._weights(messages))]
         variable, (_, index, rank), steps, start = jaxpr.invars[at.number], at, [], 0
@@ -164,14 +164,15 @@ class Reader:
             candidates = [
                 ((row, number), [w[index] for w in weights])
                 for row, (atoms, contributions) in enumerate(rows[start:], start)
-                for number, (atom, weights) in enumerate(zip(atoms, contributions, strict=True))
+                for number, (atom, weights) in enumerate(zip(atoms, contributions, strict=False))
                 if atom is variable and weights is not None
             ]
             (row, number), rank = ranked(candidates, rank, self.zero)
             if row == len(jaxpr.eqns):
                 return steps, Element(number, index, rank)
             eqn, place = jaxpr.eqns[row], Element(number, index, rank)
-            more, (output, index, rank) = self._through(scope, eqn, given[row], flags[row], arrived[row], place)
+            given, flags = values_of(eqn.invars, known)
+            more, (output, index, rank) = self._through(scope, eqn, given, flags, arrived[row], place)
             steps, variable, start = steps + more, eqn.outvars[output], row + 1
 
     def _weights(self, messages):
@@ -185,28 +186,23 @@ class Reader:
         return self._made[index](program, *args)
 
     def _walk(self, program, inputs, active, messages):
-        """Per equation of a program: the values of its inputs, which are active, the messages that came and went."""
+        """Of each variable of a program the value and whether it is active; of each equation what came and went."""
         jaxpr, context, flags = program.jaxpr, self.context, tuple(active)
+        variables = list(dict.fromkeys(v for eqn in jaxpr.eqns for v in jaxprs.variables(eqn.invars)))
 
         def walked(program, inputs, messages):
-            _, steps = forward(context, program, inputs, flags)
-            found = backward(context, jaxpr, [step.pull for step in steps], messages)
+            known, pulls = forward(context, program, inputs, flags)
+            found = backward(context, jaxpr, pulls, messages)
             arrived = [[found.get(v) for v in eqn.outvars] for eqn in jaxpr.eqns]
             sent = [
-                [None] * len(step.inputs)
-                if step.pull is None or all(m is None for m in here)
-                else self._weights(step.pull(here))
-                for step, here in zip(steps, arrived, strict=True)
+                [] if pull is None or all(m is None for m in here) else self._weights(pull(here))
+                for pull, here in zip(pulls, arrived, strict=True)
             ]
-            # Each value once, however many equations it goes into.
-            values = {id(x): x for step in steps for x in step.inputs}
-            place = {name: i for i, name in enumerate(values)}
-            places = tuple(tuple(place[id(x)] for x in step.inputs) for step in steps)
-            return list(values.values()), arrived, sent, Static((places, tuple(step.active for step in steps)))
+            values, flags_of = values_of(variables, known)
+            return values, arrived, sent, Static(flags_of)
 
         values, arrived, sent, static = self._run(("walk", flags), walked, program, list(inputs), messages)
-        places, active = static.value
-        return [[values[i] for i in row] for row in places], active, arrived, sent
+        return dict(zip(variables, zip(values, static.value, strict=True), strict=True)), arrived, sent
 
     def _through(self, scope, eqn, inputs, active, arrived, at) -> Way:
         inside, scope = jaxprs.nested(eqn), jaxprs.join(scope, jaxprs.scope(eqn))
