@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import mark, zero_with_gradient
-from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others, require_mask
 from apgrad.expectations._ledger import Doing, Mark, TapePlan, differs, marked
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, RAW_FOR_OTHERS, STANDARDIZED, Port, dice
@@ -94,9 +93,9 @@ def credit(
         ports[raw] = ports[raw] - jax.linear_transpose(others_mean, weight)(weight)[0]
     if own is not None:
         b = jnp.asarray(own, dtype) if mask is None else jnp.where(mask, jnp.asarray(own, dtype), 0)
-        total = total + per_lane(tape._plan, jnp.exp(before) * dice(0, zero, lax.stop_gradient(b)))
+        total = total + tape._plan.per_lane(jnp.exp(before) * dice(0, zero, lax.stop_gradient(b)))
         if learn:
-            total = total + per_lane(tape._plan, zero_with_gradient(b**2 / 2))
+            total = total + tape._plan.per_lane(zero_with_gradient(b**2 / 2))
             ports[raw] = ports[raw] - zero_with_gradient(b)
     ports[charged] = ports[charged] + zero
     return tape._follow(total=total, ports=ports)
@@ -147,8 +146,6 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     ledger.sites.append(what)
     if ledger.collecting:
         return tape._follow(marked(tape._key, Mark.VISIT, number)), None
-    if number >= len(sites):
-        raise differs(f"{what} is one mixer more than there were")
     counts, weights, _ = visits(tape._plan)
     slot, given = sum(sites[:number]) + tape._ports[counts][number], tape._ports.get(weights)
     tape = tape._follow(ports={**tape._ports, counts: tape._ports[counts].at[number].add(1)})

@@ -15,13 +15,14 @@ from apgrad._ground.arguments import integers, is_single, require_parameters, wh
 from apgrad._ground.keys import is_key, require_key
 from apgrad._ground.messages import tuple_of
 from apgrad._ground.primitives import refuse_message
+from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
-from apgrad.expectations._data_axis import require_parts, warn_of_mixed_data
-from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
+from apgrad.expectations._lanes import cost_shape_error
+from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, count_marks, followed, require_apart
 from apgrad.expectations._ports import SEED, Port
-from apgrad.expectations._programs.marks import count_marks, require_apart
+from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
 from apgrad.expectations._score import require_weighable
 from apgrad.expectations._tape import Tape
 
@@ -234,7 +235,7 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
     collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._key)
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
-    require_parts(plan, ledger)
+    _require_parts(plan, ledger)
     done = ledger.declared
     acting = f"{done.get('interacting')} lets lanes act on each other"
     if "interacting" in done and "scoring" in done:
@@ -247,7 +248,7 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
         raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
     require_apart(collected)
     if "baselined" in done:
-        warn_of_mixed_data(collected, lanes)
+        _warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
     if plan.sites is not None:
@@ -258,6 +259,58 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
         ledger.ports |= {counts, rows}
     ports = tuple(sorted(ledger.ports, key=str))
     return plan._replace(dtype=dtype, ports=ports, fades="discounting" in done), ledger
+
+
+def _require_parts(plan, ledger):
+    lanes, data = plan.lanes, plan.data
+    if len(ledger.parts) > 1:
+        raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
+    for size, what in ledger.parts.items():
+        if data not in (None, size):
+            raise ValueError(f"{what} has {size} parts, and data={data} is given: use {size}, or a part an example")
+    size, axis = (next(iter(ledger.parts), None), "parts") if data is None else (data, "data")
+    by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
+    for shape in by_part:
+        if size is None:
+            raise ValueError(cost_shape_error(lanes, shape))
+        if size != shape[1]:
+            raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {size}): the lanes and the {axis}")
+    if not by_part and (charged := ledger.declared.get("scoring parts")):
+        raise ValueError(
+            f"{charged} was made with parts=True, and no cost has shape (lanes, parts): the costs were summed or "
+            f"averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of shape "
+            f"({lanes}, {size}), one value for each lane and a {'part' if data is None else 'datum'}."
+        )
+
+
+def _warn_of_mixed_data(program, lanes):
+    """Warns where a score has its lanes from an array that was given: a datum's other samples are no baseline then.
+
+    With a minibatch of B data, and K samples for each, lanes are the samples and data the parts of a lane: the
+    leave-one-out baseline is the mean over the other samples *of the same datum*. With a lane for each datum and sample
+    the variance is several times as large.
+    """
+    mixed = marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes)
+    charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST) if mixed else set()
+    if not (found := [label for label in mixed if label in charged]):
+        return
+    name, of_choose = found[0]
+    advice = (
+        "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
+        "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
+        "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None."
+    )
+    if of_choose:
+        advice = (
+            "These are costs after the choice: put those that do not depend on it before it. Let its continuation "
+            "return what it costs on average, later choices summed over; or draw the choices by "
+            "ap.sample(..., parts=True), with lanes=samples and data=batch."
+        )
+    warn(
+        f"{name}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than their "
+        f"samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is right, but "
+        "its variance can be several times what it need be: the baseline averages over other data. " + advice
+    )
 
 
 def refuse_nan(total: jax.Array, given: Any) -> jax.Array:

@@ -2,12 +2,14 @@
 
 import contextvars
 import enum
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 
 from apgrad._ground.primitives import mark
+from apgrad._programs.jaxprs import Program, inside_of, nested, variables
 from apgrad.expectations._ports import Port
 
 
@@ -50,6 +52,12 @@ class TapePlan(NamedTuple):
     cells: int = 1  # with `ap.adaptive`, how many cells of its inputs a mixer has weights for
     data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
     token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
+
+    def per_lane(self, term: jax.Array) -> jax.Array:
+        """What a term adds to its lane's total, (lanes,): the mean over data, or the sum over other parts."""
+        if term.ndim == 1:
+            return term
+        return term.mean(-1) if self.data is not None else term.sum(-1)
 
 
 class Ledger:
@@ -94,3 +102,59 @@ def differs(what: str) -> ValueError:
 
 
 LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)
+
+
+def count_marks(program: Program, kind: Mark) -> Counter[Hashable]:
+    """How often each mark is passed in one run of a program; marks in branches of `cond` as if all branches ran."""
+    found: Counter[Hashable] = Counter()
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "mark" and eqn.params["kind"] is kind:
+            found[eqn.params["label"]] += 1
+        for label, number in [pair for inner in inside_of(eqn) for pair in count_marks(inner, kind).items()]:
+            if (inside := nested(eqn)) is None:
+                raise ValueError(f"a mark inside {eqn.primitive.name!r} cannot be counted: put that inside the program")
+            if inside.kind == "while":
+                raise ValueError("a while_loop makes a number of steps that is not known in advance: use lax.scan")
+            found[label] += number * (inside.length if inside.kind == "scan" else 1)
+    return found
+
+
+def followed(program: Program, kind: Mark, by: Mark) -> set[Hashable]:
+    """The labels of marks of a kind after which a mark of the other kind comes, or may come, in one run."""
+    last: dict[Hashable, bool] = {}
+    for found, label in _in_order(program, kind, by):
+        last = dict.fromkeys(last, True) if found is by else last | {label: last.get(label, False)}
+    return {label for label, is_followed in last.items() if is_followed}
+
+
+def _in_order(program: Program, *kinds: Mark) -> Iterator[tuple[Mark, Hashable]]:
+    """The marks of two kinds; of a loop or a `cond` those of the first kind, and then those of the second."""
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "mark" and eqn.params["kind"] in kinds:
+            yield eqn.params["kind"], eqn.params["label"]
+        inside = nested(eqn)
+        found = [mark for inner in inside_of(eqn) for mark in _in_order(inner, *kinds)]
+        if inside is None or inside.kind != "call":
+            found.sort(key=lambda mark: kinds.index(mark[0]))
+        yield from found
+
+
+def require_apart(program: Program) -> None:
+    """Raises a `ValueError` where an equation of one branch reads what an equation of another branch made."""
+    here: dict[Any, int] = {}  # for each fork that has begun and not ended, the number of the branch
+    made: dict[Any, dict[Any, int]] = {}  # for each variable, the branches in which it was made
+    elsewhere = lambda v: any(here.get(fork, index) != index for fork, index in made.get(v, {}).items())
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "mark" and eqn.params["kind"] is Mark.BRANCH:
+            fork, index = eqn.params["label"]
+            here = {other: number for other, number in here.items() if other is not fork}
+            here |= {} if index is None else {fork: index}
+        elif any(map(elsewhere, variables(eqn.invars))):
+            raise ValueError(
+                "a branch of tape.parallel uses a value made inside another branch, whose choices do not pay for it: "
+                "return it as the branch's output and use it after the join, or make it before the fork"
+            )
+        made |= dict.fromkeys(eqn.outvars, here)
+        # What a program inside closes over is an operand of its equation.
+        for inner in inside_of(eqn):
+            require_apart(inner)

@@ -29,7 +29,6 @@ from jax.extend.core import get_opaque_trace_state
 from apgrad._ground.arguments import meets
 from apgrad._ground.keys import is_key
 from apgrad._ground.primitives import mark, refuse_batching, refuse_second_derivative
-from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, fold, over, require_lanes
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, marked
 from apgrad.expectations._ports import Arithmetic, Port, charge_shaped, dice
@@ -279,7 +278,7 @@ class Tape:
             if kind.corrects is not None:
                 seen = self._seen(kind, cost.ndim)
                 term = term + kind.corrects(charged, message is not None, seen, self._plan.folds)
-        return self._follow(total=self._total + per_lane(self._plan, term))
+        return self._follow(total=self._total + self._plan.per_lane(term))
 
     def _before(self, ndim: int) -> jax.Array:
         """What multiplies a cost of `ndim` axes: zeros with the derivatives of the log-densities before it."""

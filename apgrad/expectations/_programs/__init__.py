@@ -1,1 +1,1 @@
-"""What expectations alone read in programs: uses of parameters, signs of sketches, marks, and the lanes' axis."""
+"""What expectations alone read in programs: uses of parameters, signs of sketches, and the lanes' axis."""

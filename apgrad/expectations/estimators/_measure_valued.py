@@ -91,12 +91,10 @@ def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any
 
 def _normal(one, shape, x, key):
     mean, deviation = lax.stop_gradient((one.loc, one.scale))
-    keys, dtype = jax.random.split(key, 4), jnp.result_type(one.loc, one.scale)
-    exponential = jax.random.exponential(keys[0], shape, dtype)
-    w = jnp.sqrt(2 * exponential)
-    t = jnp.linalg.norm(jax.random.normal(keys[1], (*shape, 3), dtype), axis=-1)
-    t = t * jax.random.rademacher(keys[2], shape, dtype)
-    u = jax.random.uniform(keys[3], shape, dtype)
+    keys, dtype = jax.random.split(key, 3), jnp.result_type(one.loc, one.scale)
+    w = jax.random.rayleigh(keys[0], jnp.ones((), dtype), shape, dtype)
+    t = jax.random.double_sided_maxwell(keys[1], 0, 1, shape, dtype)
+    u = jax.random.uniform(keys[2], shape, dtype)
     return [
         (one.loc, 1 / (deviation * math.sqrt(2 * math.pi)), mean + deviation * w, mean - deviation * w),
         (one.scale, 1 / deviation, mean + deviation * t, mean + deviation * t * u),

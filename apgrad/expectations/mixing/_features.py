@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.messages import Static
-from apgrad._ground.norms import real_dtype
 from apgrad._programs.jaxprs import is_inexact, place, trace
 from apgrad.expectations._channels import Visit
 from apgrad.expectations._programs import uses
 from apgrad.expectations._programs.signs import NUMBER, inner, random_signs
 from apgrad.expectations._programs.uses import Value, ValueKind
 from apgrad.expectations.estimators._estimator import Mixer
+from apgrad.expectations.mixing import _moments as moments
 
 EXACT = 16  # the most elements of a target whose gradients are features as they are
 
@@ -92,7 +92,7 @@ def to_arguments(
         if not chosen:
             rows = [to_lane[i] for i in moving]
             if _is_exact(rows):
-                return _row(rows)
+                return moments.real_row(rows)
             _require_real(traced.what, rows)
             signs = [random_signs(memory.seed, i, x.shape) for i, x in enumerate(rows)]
             return inner(rows, signs) * NUMBER**-0.5
@@ -104,9 +104,9 @@ def to_arguments(
         exact = chosen if _is_exact([shared[i] for i in closed]) else [i for i in chosen if i < arguments]
         gradients = uses.gradient(program, inputs(lane), operands, to_uses, of=exact)
         rows = place(gradients, exact, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
-        first = _row([row for row in rows[:arguments] if is_inexact(row)])
-        second = _row([rows[i] for i in closed]) if exact is chosen else sketched(operands, to_uses, closed)
-        return _row([first, second])
+        first = moments.real_row([row for row in rows[:arguments] if is_inexact(row)])
+        second = moments.real_row([rows[i] for i in closed]) if exact is chosen else sketched(operands, to_uses, closed)
+        return moments.real_row([first, second])
 
     def of_one_lane(lane, ports, messages):
         def exposed(values, ports):
@@ -144,13 +144,6 @@ def _is_exact(arrays):
 
 def _size(arrays):
     return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in arrays)
-
-
-def _row(arrays):
-    """The real numbers of some arrays in a row, float32 or wider; an empty row without arrays."""
-    real = [part for x in arrays for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
-    dtype = real_dtype(real)
-    return jnp.concatenate([jnp.zeros(0, dtype)] + [x.reshape(-1).astype(dtype) for x in real])
 
 
 def _require_real(what, arrays):

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.norms import real_dtype
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations._lanes import over
 from apgrad.expectations._programs.signs import NUMBER, inner, random_signs
@@ -124,16 +125,22 @@ CELLS = 24
 
 def cells(inputs: Any, lanes: int, number: int) -> jax.Array:
     """The number of each lane's cell, (lanes,), from the lanes' own arguments, a pytree of arrays (lanes, ...)."""
-    leaves = [x.reshape(lanes, -1) for x in jax.tree.leaves(inputs) if is_inexact(x) and x.size]
-    real = [part for x in leaves for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
-    if number == 1 or not real:
+    leaves = [x for x in jax.tree.leaves(inputs) if is_inexact(x) and x.size]
+    if number == 1 or not leaves:
         return jnp.zeros(lanes, int)
-    x = _standardized(jnp.concatenate([part.astype(jnp.float32) for part in real], axis=1))
+    x = _standardized(jax.vmap(real_row)(leaves).astype(jnp.float32))
     if x.shape[1] > NUMBER:
         signs = random_signs(jnp.uint32(0), 0, x.shape[1:])
         x = _standardized(jax.vmap(lambda row: inner([row], [signs]))(x))
     points = np.random.default_rng(0).normal(size=(number, x.shape[1])).astype(np.float32)
     return jnp.argmin(np.sum(points**2, 1)[None] - 2 * x @ points.T, axis=1)
+
+
+def real_row(arrays: Any) -> jax.Array:
+    """The real numbers of some arrays in a row, float32 or wider; an empty row without arrays."""
+    real = [part for x in arrays for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
+    dtype = real_dtype(real)
+    return jnp.concatenate([jnp.zeros(0, dtype)] + [x.reshape(-1).astype(dtype) for x in real])
 
 
 def _standardized(x):
