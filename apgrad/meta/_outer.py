@@ -19,7 +19,7 @@ from apgrad._ground.arguments import number, whole
 from apgrad._ground.messages import tuple_of
 from apgrad._ground.norms import rescaled
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
-from apgrad.meta._unroll import Problem, final, objective, only_if, run, scalar, step, zero_of
+from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
 __all__ = ["OuterGradient", "average", "batched", "clipped", "forward_mode", "reverse_mode", "truncated"]
 
@@ -140,7 +140,9 @@ def advance(
     state, losses = run(problem, theta, carry.state, segment, remat=remat)
     t = carry.t + segment
     ending = lambda: final(problem, theta, state)
-    return jnp.sum(losses) + only_if(t >= problem.length, ending, zero_of(ending)), Segments(state, t)
+    nothing = lambda: jnp.zeros_like(jax.eval_shape(ending))
+    # A `cond` leaves out the derivative before the end, which may be NaN; `where` does not.
+    return jnp.sum(losses) + jax.lax.cond(t >= problem.length, ending, nothing), Segments(state, t)
 
 
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:

@@ -129,11 +129,10 @@ def inner_problem(
         return inner._replace(params=params, learner=state, t=inner.t + 1), loss
 
     def step_before_the_horizon(theta, inner):
-        nothing = (
-            inner._replace(t=inner.t + 1),
-            zero_of(lambda: task.loss(inner.params, task.batch(inner.task, inner.key))),
-        )
-        return only_if(inner.t < inner.horizon, lambda: step(theta, inner), nothing)
+        loss = lambda: task.loss(inner.params, task.batch(inner.task, inner.key))
+        ended = lambda: (inner._replace(t=inner.t + 1), jnp.zeros_like(jax.eval_shape(loss)))
+        # A `cond` leaves out the derivative of a step after the horizon, which may be NaN; `where` does not.
+        return jax.lax.cond(inner.t < inner.horizon, lambda: step(theta, inner), ended)
 
     def final(theta, inner):
         if not held_out:
@@ -177,16 +176,6 @@ def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
 
 def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
     return scalar("the final loss", problem.final(theta, state))
-
-
-def only_if(condition: jax.Array, function: Callable[[], Any], other: Any) -> Any:
-    """`function()` where the condition holds, else `other`: a `cond` leaves out NaN derivatives, `where` does not."""
-    return jax.lax.cond(condition, function, lambda: other)
-
-
-def zero_of(function: Callable[[], Any]) -> jax.Array:
-    loss = jax.eval_shape(function)
-    return jnp.zeros(loss.shape, loss.dtype)
 
 
 def scalar(what: str, loss: Any) -> Any:

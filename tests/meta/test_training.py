@@ -20,7 +20,6 @@ import pytest
 from flax import nnx
 
 from apgrad import meta
-from apgrad._ground.files import locked
 from tests import devices
 from tests.refusals import refused
 
@@ -230,19 +229,6 @@ def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path)
 
     trained(tmp_path, 2, log=log)
     assert int(trained(tmp_path, 4).step) == 4
-
-
-@pytest.mark.long
-def test_a_killed_process_leaves_no_lock(tmp_path):
-    hold = "import sys, pathlib; from apgrad._ground.files import locked\n"
-    hold += "with locked(pathlib.Path(sys.argv[1]), ''): print(1, flush=True); input()"
-    with started(hold, tmp_path / ".lock", stdin=subprocess.PIPE) as process:
-        assert process.stdout.readline()
-        refused(ValueError, f"another run trains in .*process {process.pid}", trained, tmp_path)
-        process.kill()
-        process.wait()
-    with locked(tmp_path / ".lock", "free"):
-        pass
 
 
 DAMAGES = [

@@ -246,18 +246,6 @@ def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
 
 
-def test_modules_that_change_themselves_are_rewired_as_a_function_of_their_state():
-    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
-        graph, params, state = nnx.split(nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), layer), nnx.Param, ...)
-
-        def pure(params, x, state, graph=graph):
-            model = nnx.merge(graph, params, state, copy=True)
-            return model(x), nnx.state(model, (nnx.BatchStat, nnx.RngCount))
-
-        rewired = ap.rewire(pure, rebuilding(("dense",))[0])
-        jax.tree.map(np.testing.assert_array_equal, rewired(params, X, state), pure(params, X, state))
-
-
 def test_the_message_of_the_output_under_vmap_is_each_examples_own():
     """`vmap` does not map constants: a port of plain zeros would bring each example the sum of all messages."""
 

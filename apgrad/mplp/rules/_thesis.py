@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import nnx
 
 from apgrad._ground.arguments import number
-from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._protocol import Answer, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes
 from apgrad.mplp._rule_parts import Fixed, Mlp, beside, in_chunks, split
 
@@ -62,16 +62,17 @@ class Thesis(MadeForSites):
         require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate, see_loss=see_loss)
         require_sizes(1, message_size=message_size, hidden=hidden)
         number("learning_rate", learning_rate, positive=True)
-        self.message_size, self.see_loss = message_size, see_loss
+        self.message_size = message_size
         sites = self.remember(sites)
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
         self.networks = nnx.Dict({})
         exact = start == "gradient_descent"
-        make = lambda features, out: _Network(features, hidden, out, batch_norm, exact, rngs)
+        make = lambda features, out, used=(): _Network(features, hidden, out, used, batch_norm, exact, rngs)
         for site in first_sites(sites, lambda site: site.kind).values():
             if site.family == "elementwise":
-                seen = 0 if site.begins else message_size
-                self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features, see_loss)), message_size)
+                used = tuple(name for name in site.features if name not in UNUSED and (see_loss or name != "loss"))
+                features = len(used) + (0 if site.begins else message_size)
+                self.networks[f"{site.kind}/g"] = make(features, message_size, used)
             else:
                 self.networks[f"{site.kind}/f"] = make(message_size + 1, 1)
                 self.networks[f"{site.kind}/g"] = make(message_size + 1, message_size)
@@ -79,14 +80,10 @@ class Thesis(MadeForSites):
     def init(self, site: Site) -> tuple[()]:
         return ()
 
-    def at(self, site: Site) -> "_ThesisAt":
+    def at(self, site: Site) -> jax.tree_util.Partial:
         self.require(site, by_name=False)
         f, g = self.networks.get(f"{site.kind}/f"), self.networks[f"{site.kind}/g"]
-        return _ThesisAt(f, g, self.rate[...], self.see_loss)
-
-
-def _used(features: Sequence[str], see_loss: bool) -> list[str]:
-    return [name for name in features if name not in UNUSED and (see_loss or name != "loss")]
+        return jax.tree_util.Partial(_answer, f, g, self.rate[...])
 
 
 class BatchNorm(nnx.Module):
@@ -109,9 +106,13 @@ class BatchNorm(nnx.Module):
 
 
 class _Network(nnx.Module):
-    """What it makes stands alone, or is a correction of gradient descent, whose gains are 0 where it has a part."""
+    """What it makes stands alone, or is a correction of gradient descent, whose gains are 0 where it has a part.
 
-    def __init__(self, features: int, hidden: int, out: int, batch_norm: bool, corrects: bool, rngs: nnx.Rngs):
+    `used` are the features of an elementwise node that it sees, by name.
+    """
+
+    def __init__(self, features, hidden, out, used, batch_norm, corrects, rngs):
+        self.used = used
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.norm = BatchNorm(features) if batch_norm else nnx.data(None)
         self.mlp = Mlp([features, hidden, out], jax.nn.relu, rngs=rngs, initializer=uniform)
@@ -130,34 +131,26 @@ class _Network(nnx.Module):
         return learned if self.gain is None else beside(exact, self.gain[...] * learned)
 
 
-@struct.dataclass
-class _ThesisAt:
-    f: Any  # a _Network, or None at a node without parameters
-    g: _Network
-    rate: jax.Array
-    see_loss: bool = struct.field(pytree_node=False)
-
-    def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
-        if isinstance(question, Elementwise):
-            parts = [] if question.message is None else [question.message]
-            used = _used(site.features, self.see_loss)
-            learned = self.g(*parts, *[question.features[name][..., None] for name in used])
-            return Answer(self.g.combined(question.exact, learned))
-        m = question.message
-        if isinstance(question, Diagonal):
-            parameter = jnp.broadcast_to(question.parameter, question.slope.shape)
-            step = self.f.combined(m[..., 0] * question.slope, self.f(m, question.slope[..., None]))[..., 0]
-            # The update of one example is clipped here, since the node takes the mean over the batch.
-            message = self.g.combined(m[..., 0] * question.through, self.g(m, parameter[..., None]))
-            return Answer(message, -jnp.clip(self.rate * step, -CLIP, CLIP))
-        x, W = question.inputs, question.weight
-        inputs = W.shape[0]
-        if question.bias is not None:
-            x = jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], axis=1)
-            W = jnp.concatenate([W, question.bias[None]], axis=0)
-        learned = jnp.sum(self.f(m[:, None], x[:, :, None, None]), axis=0) / site.batch
-        step = self.f.combined(x.T @ m[..., 0] / site.batch, learned)[..., 0]
-        update = -jnp.clip(self.rate * step, -CLIP, CLIP)
-        synapses = self.g(m[:, None], W[None, :, :, None])[:, :inputs]
-        message = self.g.combined(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
-        return Answer(message, update[:inputs], None if question.bias is None else update[inputs])
+def _answer(f: Any, g: _Network, rate: jax.Array, site: Site, question: Any, state: tuple[()]) -> Answer:
+    if isinstance(question, Elementwise):
+        parts = [] if question.message is None else [question.message]
+        learned = g(*parts, *[question.features[name][..., None] for name in g.used])
+        return Answer(g.combined(question.exact, learned))
+    m = question.message
+    if isinstance(question, Diagonal):
+        parameter = jnp.broadcast_to(question.parameter, question.slope.shape)
+        step = f.combined(m[..., 0] * question.slope, f(m, question.slope[..., None]))[..., 0]
+        # The update of one example is clipped here, since the node takes the mean over the batch.
+        message = g.combined(m[..., 0] * question.through, g(m, parameter[..., None]))
+        return Answer(message, -jnp.clip(rate * step, -CLIP, CLIP))
+    x, W = question.inputs, question.weight
+    inputs = W.shape[0]
+    if question.bias is not None:
+        x = jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], axis=1)
+        W = jnp.concatenate([W, question.bias[None]], axis=0)
+    learned = jnp.sum(f(m[:, None], x[:, :, None, None]), axis=0) / site.batch
+    step = f.combined(x.T @ m[..., 0] / site.batch, learned)[..., 0]
+    update = -jnp.clip(rate * step, -CLIP, CLIP)
+    synapses = g(m[:, None], W[None, :, :, None])[:, :inputs]
+    message = g.combined(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
+    return Answer(message, update[:inputs], None if question.bias is None else update[inputs])
