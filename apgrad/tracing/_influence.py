@@ -15,7 +15,6 @@ import numpy as np
 
 from apgrad._ground.arguments import whole
 from apgrad._programs import jaxprs
-from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import SEMIRINGS
 from apgrad.tracing._scopes import components_of, scopes, warn_of_residual_adds
@@ -169,7 +168,7 @@ def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool
         return (*message[:rest], *masks)
 
     semiring = SEMIRINGS[kind](words)
-    messages = values(Context(semiring, NESTED, enter=enter), loss)
+    messages = values(Context(semiring, enter=enter), loss)
     gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), loss)
     columns = [_column(semiring, v, g, len(components), words) for v, g in zip(messages, gradients, strict=True)]
     share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))

@@ -21,9 +21,8 @@ from jax.extend.core import Literal
 
 from apgrad._ground.messages import Static, form_of
 from apgrad._programs import jaxprs
-from apgrad.tracing import _control as control
 from apgrad.tracing._equation import transposed_mode
-from apgrad.tracing._interpreter import Context, backward, forward, values_of, walk
+from apgrad.tracing._interpreter import Context, active_carry, backward, forward, linearized, values_of, walk
 from apgrad.tracing._semirings import LOG, Semiring, top_k
 from apgrad.tracing._sums import dtype_of, filled
 
@@ -241,7 +240,7 @@ class Reader:
         return [step], Element(number, index, rank)
 
     def _rule(self, scope, eqn, inputs, active, arrived, at) -> Way:
-        program, tangents, chosen, real, _ = control.linearized(eqn, inputs, active)
+        program, tangents, chosen, real, _ = linearized(eqn, inputs, active)
         messages, flags = [m for m, r in zip(arrived, real, strict=True) if r], (True,) * len(tangents)
         at = at._replace(number=chosen.index(at.number))
         steps, end = self.follow(scope, program, tangents, flags, messages, at)
@@ -253,7 +252,7 @@ class Reader:
         first, fixed, carried = inside.loop
         inputs = [jnp.asarray(x) for x in inputs]
         tested, inputs, last, number = inputs[: inside.counts[0]], inputs[first:], fixed + carried, number - first
-        active = control.active_carry(program, active[first:], fixed, carried)
+        active = active_carry(program, active[first:], fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
         advance = lambda values: self._run("step", jaxprs.evaluate, program, values)[:carried]
         scan = inside.kind == "scan"

@@ -23,8 +23,7 @@ from jax.tree_util import Partial
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.kinds import ELEMENTWISE, IDENTITY
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, derivatives, edge, transposed_mode
-from apgrad.tracing._parts import PART_RULES
-from apgrad.tracing._products import dot_general
+from apgrad.tracing._products import PRODUCT_RULES
 from apgrad.tracing._sums import dtype_of, filled, plus_by_index, plus_over_copies, structs, zeros
 
 
@@ -176,6 +175,5 @@ RULES: dict[str, EdgeRule] = {
     "pad": _pad,
     "scatter-sub": _scatter_sub,
     "tile": _tile,
-    "dot_general": dot_general,
-    **PART_RULES,
+    **PRODUCT_RULES,
 }

@@ -10,7 +10,6 @@ import numpy as np
 
 from apgrad._ground.arguments import chosen_numbers, is_single, require_parameters
 from apgrad._programs import jaxprs, pure
-from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._semirings import Semiring, Value, require_semiring
 from apgrad.tracing._sums import constant, zeros
@@ -131,7 +130,7 @@ def values(context: Context, loss: Loss) -> list[Value]:
 
 
 def propagated(semiring: Semiring, loss: Loss) -> list[Any]:
-    return [semiring.finish(value) for value in values(Context(semiring, NESTED), loss)]
+    return [semiring.finish(value) for value in values(Context(semiring), loss)]
 
 
 def original(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from jax.core import Tracer
 
 from apgrad._ground.arguments import integers, number_of
 from apgrad._programs import jaxprs
-from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import Influence, PathKind, at_depth, influence_in, require_options
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, NoPathError, PathStep, Reader, viterbi
@@ -134,7 +133,7 @@ class Trace:
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
         number = number_of(parameter if parameter in self.parameters else short, self.parameters, "parameter")
         if semiring.name not in self._readers:
-            self._readers[semiring.name] = Reader(Context(semiring, NESTED), self._compiled)
+            self._readers[semiring.name] = Reader(Context(semiring), self._compiled)
         reader, loss = self._readers[semiring.name], self._loss
         shape = loss.inputs[number].shape
         index = integers(index, "index")

@@ -13,7 +13,6 @@ import apgrad as ap
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _sums as sums
-from apgrad.tracing._control import NESTED
 from apgrad.tracing._equation import cast
 from apgrad.tracing._interpreter import Context, walk_equation
 from apgrad.tracing._paths import greedy, viterbi
@@ -180,7 +179,7 @@ def rule_and_edges(eqn, values, active):
     edges = [x.reshape(len(basis), -1) for x in lax.map(lambda row: pullback(split(row)), basis)]
     answers = {}
     for name, semiring in SEMIRINGS.items():
-        walked = walk_equation(Context(semiring, NESTED), eqn, values, active)
+        walked = walk_equation(Context(semiring), eqn, values, active)
         assert walked.pull is not None
         arrived = messages(name, walked.outputs)
         got = walked.pull(arrived)
