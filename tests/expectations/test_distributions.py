@@ -71,6 +71,14 @@ def logistic(x):
     return sigmoid(x) * sigmoid(-x)
 
 
+def bell(t):
+    return lambda x: jnp.exp(-((x - t) ** 2) / 2)
+
+
+def first_sine(x):
+    return jnp.sin(x[0])
+
+
 SIGMOID, EXP, UNIT = to.SigmoidTransform(), to.ExpTransform(), dist.Exponential(1.0)
 RESULTANT = float(i1e(1.0) / i0e(1.0))  # the mean of the cosine of a von Mises distribution of concentration 1
 
@@ -107,6 +115,18 @@ def two_normals(t):
     return mixture(normal(t), normal(-2 * t))
 
 
+def between(t, components):
+    return dist.MixtureSameFamily(dist.Categorical(logits=jnp.stack([t, 0 * t])), components)
+
+
+def path_from(first):
+    return dist.EulerMaruyama(jnp.arange(3.0), lambda x, _: (jnp.zeros_like(x), 1.0), first)
+
+
+inflated = functools.partial(dist.ZeroInflatedDistribution, dist.Poisson(2.0))
+VON_MISES = dist.VonMises(np.zeros(1), 1.0).to_event(1)
+
+
 def gamma(a, low, high):
     return expected(lambda x: x ** (a - 1) * jnp.exp(-x), low, high)
 
@@ -131,7 +151,7 @@ BOTH = {
     "Dagum": lambda t: Case(dist.Dagum(1.0 + t, 6.0, 1.0), (1 + t) * jnp.exp(special.betaln(1 + t + 1 / 6, 1 - 1 / 6))),
     "Dirichlet": lambda t: Case(dist.Dirichlet(jnp.stack([t, 1.0 + 0 * t]))),
     "DoublyTruncatedPowerLaw": lambda t: Case(
-        dist.DoublyTruncatedPowerLaw(t, 1.0, 3.0), expected(lambda x: x**t, 1.0, 3.0)
+        dist.DoublyTruncatedPowerLaw(t, 1.0, 3.0), expected(lambda x: x**t, 1, 3)
     ),
     "ExpandedDistribution": lambda t: Case(normal(t).expand([2])),
     "Exponential": lambda t: Case(dist.Exponential(t)),
@@ -156,22 +176,17 @@ BOTH = {
     "LogNormal": lambda t: Case(dist.LogNormal(t, 0.5)),
     "Logistic": lambda t: Case(dist.Logistic(t, 1.0)),
     "LowRankMultivariateNormal": lambda t: Case(
-        dist.LowRankMultivariateNormal(jnp.zeros(2), t * jnp.ones((2, 1)), jnp.ones(2)), 3 * (t**2 + 1), square
+        dist.LowRankMultivariateNormal(0 * ONES, t * ONES[:, None], ONES), 3 * (t**2 + 1), square
     ),
     "LowerTruncatedPowerLaw": lambda t: Case(dist.LowerTruncatedPowerLaw(-5 - t, 1.0), (4 + t) / (3 + t)),
     "MatrixNormal": lambda t: Case(dist.MatrixNormal(jnp.zeros((2, 2)), t * EYE, EYE), 6 * t**2, square),
     "MixtureGeneral": lambda t: Case(two_normals(t), 0.3 * t - 1.4 * t),
-    "MixtureSameFamily": lambda t: Case(
-        dist.MixtureSameFamily(
-            dist.Categorical(logits=jnp.stack([t, 0 * t])), dist.Normal(jnp.array([-1.0, 2.0]), 1.0)
-        ),
-        2 - 3 * sigmoid(t),
-    ),
+    "MixtureSameFamily": lambda t: Case(between(t, dist.Normal(np.array([-1.0, 2.0]), 1.0)), 2 - 3 * sigmoid(t)),
     "MultivariateNormal": lambda t: Case(
         dist.MultivariateNormal(jnp.zeros(2), jnp.array([[0.0, 0.5], [0.5, 1.0]]) + t * jnp.diag(EYE[0])), t + 2, square
     ),
     "MultivariateStudentT": lambda t: Case(
-        dist.MultivariateStudentT(9.0 + t, jnp.zeros(2), EYE), 3 * (9 + t) / (7 + t), square
+        dist.MultivariateStudentT(9 + t, 0 * ONES, EYE), 3 * (9 + t) / (7 + t), square
     ),
     "Normal": lambda t: Case(dist.Normal(0.0, t), t**2, square),
     "ProjectedNormal": lambda t: Case(
@@ -180,21 +195,18 @@ BOTH = {
         lambda x: x[0],
     ),
     "RelaxedBernoulliLogits": lambda t: Case(
-        dist.RelaxedBernoulliLogits(1.0, t), expected(logistic, -30.0, 30.0, lambda x: sigmoid(x + t))
+        dist.RelaxedBernoulliLogits(1.0, t), expected(logistic, -30, 30, lambda x: sigmoid(x + t))
     ),
     "RightTruncatedDistribution": lambda t: Case(dist.RightTruncatedDistribution(normal(t)), -normal_above_0(-t)),
     "RightTruncatedGamma": lambda t: Case(dist.RightTruncatedGamma(dist.Gamma(1 + t), high=2.0), gamma(1 + t, 0, 2)),
     "SoftLaplace": lambda t: Case(dist.SoftLaplace(t, 1.0)),
     "StudentT": lambda t: Case(dist.StudentT(9.0 + t), (9 + t) / (7 + t), square),
-    "TransformedDistribution": lambda t: Case(
-        transformed(normal(t), SIGMOID), expected(lambda z: jnp.exp(-(z**2) / 2), -9.0, 9.0, lambda z: sigmoid(t + z))
-    ),
+    "TransformedDistribution": lambda t: Case(transformed(normal(t), SIGMOID), expected(bell(t), -9, 9, sigmoid)),
     "TwoSidedTruncatedDistribution": lambda t: Case(
-        dist.TwoSidedTruncatedDistribution(normal(t), 0.0, 1.0),
-        expected(lambda x: jnp.exp(-((x - t) ** 2) / 2), 0.0, 1.0),
+        dist.TwoSidedTruncatedDistribution(normal(t), 0.0, 1.0), expected(bell(t), 0, 1)
     ),
     "TwoSidedTruncatedGamma": lambda t: Case(
-        dist.TwoSidedTruncatedGamma(dist.Gamma(1 + t), 1.0, 2.0), gamma(1 + t, 1.0, 2.0)
+        dist.TwoSidedTruncatedGamma(dist.Gamma(1 + t), 1.0, 2.0), gamma(1 + t, 1, 2)
     ),
     "Weibull": lambda t: Case(dist.Weibull(1.0, 1 + t)),
     "ZeroSumNormal": lambda t: Case(dist.ZeroSumNormal(t, (3,)), 3 * t**2, square),
@@ -214,9 +226,7 @@ SCORE = {
     "CategoricalProbs": lambda t: Case(dist.Categorical(probs=jnp.stack([1 - t, t])), t),
     "DirichletMultinomial": lambda t: Case(dist.DirichletMultinomial(jnp.stack([t, 1.0 + 0 * t]), 10)),
     "DiscreteUniform": lambda t: Case(dist.DiscreteUniform(0, 5), 0 * t),
-    "EulerMaruyama": lambda t: Case(
-        dist.EulerMaruyama(jnp.arange(3.0), lambda x, _: (jnp.zeros_like(x), 1.0), normal(t)), t * 4.5
-    ),
+    "EulerMaruyama": lambda t: Case(path_from(normal(t)), t * 4.5),
     "GammaPoisson": lambda t: Case(dist.GammaPoisson(t, 1.0)),
     "GaussianCopulaBeta": lambda t: Case(dist.GaussianCopulaBeta(t * ONES, 3 * ONES, None, EYE), 3 * t / (t + 3)),
     "GeometricLogits": lambda t: Case(dist.Geometric(logits=t)),
@@ -234,23 +244,19 @@ SCORE = {
     "NegativeBinomialLogits": lambda t: Case(dist.NegativeBinomialLogits(5.0, t)),
     "NegativeBinomialProbs": lambda t: Case(dist.NegativeBinomialProbs(5.0, t)),
     "OrderedLogistic": lambda t: Case(
-        dist.OrderedLogistic(t, jnp.array([-0.5, 1.0])), sigmoid(t + 0.5) + sigmoid(t - 1.0)
+        dist.OrderedLogistic(t, np.array([-0.5, 1.0])), sigmoid(t + 0.5) + sigmoid(t - 1)
     ),
     "SineBivariateVonMises": lambda t: Case(
-        dist.SineBivariateVonMises(t, 0.0, 1.0, 1.0, 0.0), jnp.sin(t) * RESULTANT, lambda x: jnp.sin(x[0])
+        dist.SineBivariateVonMises(t, 0.0, 1.0, 1.0, 0.0), jnp.sin(t) * RESULTANT, first_sine
     ),
-    "SineSkewed": lambda t: Case(
-        dist.SineSkewed(dist.VonMises(jnp.zeros(1), 1.0).to_event(1), t[None]), t * RESULTANT, lambda x: jnp.sin(x[0])
-    ),
+    "SineSkewed": lambda t: Case(dist.SineSkewed(VON_MISES, t[None]), t * RESULTANT, first_sine),
     "TruncatedPolyaGamma": lambda t: Case(dist.TruncatedPolyaGamma(), 0 * t),
     "VonMises": lambda t: Case(dist.VonMises(t, 1.0), jnp.sin(t) * RESULTANT, jnp.sin),
     "Wishart": lambda t: Case(dist.Wishart(5.0, scale_tril=t * EYE), 15 * t**2),
     "WishartCholesky": lambda t: Case(dist.WishartCholesky(5.0, scale_tril=t * EYE), 10 * t**2, squares),
-    "ZeroInflatedLogits": lambda t: Case(
-        dist.ZeroInflatedDistribution(dist.Poisson(2.0), gate_logits=t), 2 * sigmoid(-t)
-    ),
+    "ZeroInflatedLogits": lambda t: Case(inflated(gate_logits=t), 2 * sigmoid(-t)),
     "ZeroInflatedPoisson": lambda t: Case(dist.ZeroInflatedPoisson(t, 2.0), 2 * (1 - t)),
-    "ZeroInflatedProbs": lambda t: Case(dist.ZeroInflatedDistribution(dist.Poisson(2.0), gate=t), 2 * (1 - t)),
+    "ZeroInflatedProbs": lambda t: Case(inflated(gate=t), 2 * (1 - t)),
     "Poisson": lambda t: Case(dist.Poisson(t)),
     "transformed Poisson": lambda t: Case(scaled(dist.Poisson(t), 2.0), 2 * t),
     "twice transformed Poisson": lambda t: Case(transformed(pair(scaled(dist.Poisson(t), 2.0)), affine(3.0)), 18 * t),
@@ -291,10 +297,7 @@ NEITHER = {
     ),
     "scaled Poisson": lambda t: Case(scaled(dist.Poisson(2.0), t)),
     "mixture with a gap": lambda t: Case(
-        dist.MixtureSameFamily(
-            dist.Categorical(probs=jnp.stack([t, 1 - t])),
-            transformed(dist.Uniform(0.0, 1.0).expand([2]), moved(jnp.array([0.0, 5.0]))),
-        )
+        between(t, transformed(dist.Uniform(0.0, 1.0).expand([2]), moved(np.array([0.0, 5.0]))))
     ),
 }
 RIGHT = {"LR RP": BOTH, "LR": SCORE, "RP": PATH, "": NEITHER}  # which estimators are right; the others are refused
@@ -462,10 +465,6 @@ class Sum(dist.Distribution):
 
     def log_prob(self, value):
         return self.first.log_prob(value - self.number)
-
-
-def path_from(first):
-    return dist.EulerMaruyama(jnp.arange(3.0), lambda x, _: (jnp.zeros_like(x), 1.0), first)
 
 
 HELD = {
