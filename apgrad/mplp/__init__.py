@@ -11,12 +11,11 @@ from apgrad.mplp._nodes import *
 from apgrad.mplp._places import Parameter as Parameter, Place as Place, Places as Places
 from apgrad.mplp._pretrained import *
 from apgrad.mplp._protocol import *
-from apgrad.mplp._published import load_published as load_published
 from apgrad.mplp._sequential import *
 from apgrad.mplp._step import *
 from apgrad.mplp._wiring import fork as fork, wire as wire
 from apgrad.mplp.rules._exact import Exact as Exact
 from apgrad.mplp.rules._normalized import Normalized as Normalized
-from apgrad.mplp.rules._per_synapse import PerSynapse as PerSynapse, fit_standardizers as fit_standardizers
+from apgrad.mplp.rules._per_synapse import *
 from apgrad.mplp.rules._separable import Separable as Separable
 from apgrad.mplp.rules._thesis import Thesis as Thesis

@@ -9,14 +9,13 @@ from apgrad.rewiring._difference_target_propagation import (
 )
 from apgrad.rewiring._direct_feedback_alignment import direct_feedback_alignment as direct_feedback_alignment
 from apgrad.rewiring._feedback_alignment import feedback_alignment as feedback_alignment
-from apgrad.rewiring._first_of import first_of as first_of
 from apgrad.rewiring._forward_gradient import forward_gradient as forward_gradient
 from apgrad.rewiring._gradient_reversal import gradient_reversal as gradient_reversal
 from apgrad.rewiring._kolen_pollack import kolen_pollack as kolen_pollack
 from apgrad.rewiring._layers import Where as Where
 from apgrad.rewiring._message_size import clip_messages as clip_messages, normalize_messages as normalize_messages
 from apgrad.rewiring._predictive_coding import predictive_coding as predictive_coding
-from apgrad.rewiring._rewire import Rewired as Rewired, Rule as Rule, rewire as rewire
+from apgrad.rewiring._rewire import Rewired as Rewired, Rule as Rule, first_of as first_of, rewire as rewire
 from apgrad.rewiring._sign_symmetry import sign_symmetry as sign_symmetry
 from apgrad.rewiring._sites import ProgramSite as ProgramSite
 from apgrad.rewiring._skip import skip as skip

@@ -101,6 +101,54 @@ def require_rule(who: str, rule: Any) -> None:
             raise TypeError(f"where and at of a rule are functions of a site, got {name}={found!r}{hint}")
 
 
+class _Any(NamedTuple):
+    rules: tuple[Rule, ...]
+
+    def __call__(self, site: ProgramSite) -> bool:
+        return any(rule.where(site) for rule in self.rules)
+
+
+def first_of(*rules: Rule) -> Rule:
+    """Each site goes to the first rule that takes it. To compose rules *at* a site, `ap.chain` their propagators.
+
+    The rule has parameters, draws or is direct if one of its rules does. Where a rule has no parameters they are None.
+    A rule that takes nothing is an error at trace time, unless rules before it took all that it would take.
+
+    Args:
+      *rules: at least one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> rule = ap.rewiring.first_of(ap.rewiring.clip_messages(1.0, where="sin"), ap.rewiring.skip())
+      >>> float(jax.grad(ap.rewire(lambda x: 5 * jnp.sin(jnp.round(x)), rule))(0.2))
+      1.0
+    """
+    if not rules:
+        raise ValueError("first_of needs at least one rule, got none")
+    for rule in rules:
+        require_rule("first_of", rule)
+    parameters, direct = any(r.init is not None for r in rules), any(r.direct for r in rules)
+
+    def of(site):
+        return next(r for r in rules if r.where(site))
+
+    def init(site):
+        make = of(site).init
+        return None if make is None else make(site)
+
+    def at(site, params):
+        rule = of(site)
+        forward, backward = rule.at(site, params)
+
+        def answered(memory, message, *result):
+            messages = backward(memory, message, *(result if rule.direct else ()))
+            return (None, *messages) if parameters and rule.init is None else messages
+
+        return Propagator(forward, answered)
+
+    return Rule(_Any(rules), at, init if parameters else None, any(r.random for r in rules), direct)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rewired:
     """A function whose backward pass a rule has replaced at its sites; made by `ap.rewire`."""
@@ -198,8 +246,7 @@ def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 def _members(rule: Rule) -> list[Rule]:
     """The rules of which `first_of` made a rule, or the rule itself."""
-    rules = getattr(rule.where, "rules", None)
-    return [rule] if rules is None else [member for each in rules for member in _members(each)]
+    return [m for each in rule.where.rules for m in _members(each)] if isinstance(rule.where, _Any) else [rule]
 
 
 def _warn_idle(rule: Rule, planner: Planner) -> None:

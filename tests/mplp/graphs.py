@@ -234,19 +234,6 @@ elsewhere("merged with positions")(wired(lambda s: s.reshape(B * T, N)))
 elsewhere("swapped")(wired(lambda s: jnp.swapaxes(s, 0, 1)))
 
 
-@elsewhere("two batches concatenated")
-def _(m, at, p, x, y):
-    a, b = hidden(m, at, p, at.signal(x)), m.dense(at["b"], at.signal(jnp.sin(x)), p["w"])
-    s = m.wire(lambda a, b: jnp.concatenate([a, b]), a, b)
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.concatenate([y, y + 1]))
-
-
-@elsewhere("mean over the batch without its axis")
-def _(m, at, p, x, y):
-    s = m.wire(lambda s: jnp.mean(s, axis=0), hidden(m, at, p, at.signal(x)))
-    return m.softmax_cross_entropy(at["loss"], m.dense(at["out"], s, p["v"]), jax.nn.softmax(y[0]))
-
-
 @elsewhere("a loss of another batch axis")
 def _(m, at, p, x, y):
     s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))

@@ -255,23 +255,6 @@ def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
             jax.eval_shape(lambda p, net=net, rule=rule: first_step(rule, net, p, BATCH), P)
 
 
-ARRAYS = {
-    "readout": lambda at, x: mplp.readout(at["l"], x),
-    "a gate": lambda at, x: mplp.activation(at["l"], jnp.multiply, at.signal(x), x),
-    "wire": lambda at, x: mplp.wire(jnp.tanh, x),
-    "fork": lambda at, x: mplp.fork(x, 2),
-    "conv": lambda at, x: mplp.conv(at["l"], x, mplp.parameter(x)),
-}
-
-
-def test_plain_arrays_are_no_signals():
-    for take in ARRAYS.values():
-        with pytest.raises(TypeError, match=r"takes a signal, got an array of shape \(4, 3\).*places.signal\(x\)"):
-            jax.eval_shape(lambda x, take=take: take(mplp.Places(RULE), x), BATCH[0])
-    with pytest.raises(TypeError, match=r"mean_pool takes a signal, got Place.* mplp\.mean_pool take none"):
-        mplp.mean_pool(mplp.Places(RULE)["pool"], 2)
-
-
 def test_data_and_weights_of_different_precision():
     """A node computes in the wider of the two; an update has its parameter's dtype; a rule is asked in its own."""
 

@@ -434,7 +434,14 @@ dense = lambda at, s, *parameters: mplp.dense(at["d"], s, *parameters)
 embedding = lambda at, n: mplp.embedding(at[f"e{n}"], jnp.zeros(n, int), W)
 cross_entropy = lambda at, labels: mplp.softmax_cross_entropy(at["l"], S(at), labels)
 tanh = lambda at: mplp.activation(at["d"], jnp.tanh, S(at))
+ARRAY = r"takes a signal, got an array of shape \(4, 3\).*places.signal\(x\)"
 NODES = [
+    (lambda at: mplp.readout(at["l"], X), ARRAY),
+    (lambda at: mplp.activation(at["l"], jnp.multiply, S(at), X), ARRAY),
+    (lambda at: mplp.wire(jnp.tanh, X), ARRAY),
+    (lambda at: mplp.fork(X, 2), ARRAY),
+    (lambda at: mplp.conv(at["l"], X, W), ARRAY),
+    (lambda at: mplp.mean_pool(at["l"], 2), r"mean_pool takes a signal, got Place.* mplp\.mean_pool take none"),
     (lambda at: S(at, jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
     (lambda at: S(at, jnp.ones((0, 3))), "the batch as its first axis"),
     (lambda at: (S(at), S(at, X[:1])), r"its first input has 4 examples, this one, of shape \(1, 3\), has 1"),
