@@ -100,7 +100,7 @@ def needed(
     eqns: Sequence[Any], wanted: Iterable[Any], known: Collection[Any] = (), *, effects: bool = False
 ) -> list[Any]:
     missing, found = set(variables(wanted)).difference(known), []
-    for eqn in reversed(eqns):
+    for eqn in reversed(eqns if missing or effects else ()):
         if (effects and eqn.effects) or not missing.isdisjoint(eqn.outvars):
             found.append(eqn)
             missing.update(v for v in variables(eqn.invars) if v not in known)

@@ -64,8 +64,8 @@ def choices(plans: Sequence[tuple[str, MemoryPlan]]) -> list[Kept]:
     """What can stay in all stretches of a function together; the first choice remembers every coefficient."""
     found = [Kept(0.0, 0.0, 0.0, {})]
     for where, plan in dict(plans).items():
-        mine = _Stretch(where, plan).choices() if plan.slots and plan.slots[0].coefficient.count else []
-        if mine:
+        if plan.slots and plan.slots[0].coefficient.count:
+            mine = _Stretch(where, plan).choices()
             found = _undominated([a.beside(b) for a, b in itertools.product(found, mine)])
     return found
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import Recompute
 from jax.core import Tracer
 
 from apgrad._ground.arguments import chosen_numbers
@@ -147,20 +148,16 @@ def _unnumbered(name: str) -> str:
 
 def _idle_policies(program: jaxprs.Program) -> list[str]:
     """The checkpointed blocks, by scope, whose policy keeps none of the arrays inside."""
-    policies, found = jax.checkpoint_policies, []
-    nothing = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[], offload_src="device", offload_dst="pinned_host"
-    )
+    found = []
     for eqn in program.jaxpr.eqns:
         inside, here = jaxprs.nested(eqn), jaxprs.join(jaxprs.plain_scope(jaxprs.scope(eqn)), eqn.primitive.name)
         if inside is None:
             continue
         # JAX asks the policy of equations within calls, loops and branches of the block, too.
         policy, eqns = inside.options.get("policy"), jaxprs.all_equations(inside.jaxprs[0])
-        if policy is not None and policy is not policies.nothing_saveable:
+        if policy is not None and policy is not jax.checkpoint_policies.nothing_saveable:
             answers = [policy(e.primitive, *(v.aval for v in e.invars), **e.params) for e in eqns]
-            recompute = type(nothing(eqn.primitive))
-            if not any(answer and type(answer) is not recompute for answer in answers):
+            if all(answer is Recompute or not answer for answer in answers):
                 found.append(f"{here}, {jaxprs.source_line(eqn)}")
         found += [name for inner in inside.jaxprs for name in _idle_policies(inner)]
     return found

@@ -140,13 +140,13 @@ class SlotMaker:
         may = may and (last or _SMALL * size > self.largest)
         found = self._sampler(source, last, name, eqn, order) if may else None
         if found is None or found[0] is None:
-            return CoefficientUse(var, {v: self._exact(v) for v in leaves}, self._between(leaves, var))
+            return CoefficientUse(var, {v: self._exact(v) for v in leaves}, jaxprs.needed(self.eqns, [var], leaves))
         drawn = self.shared.setdefault((source, found[0]), {})  # slots, and the steps that take them as bits
         slot = next((slot for slot, used in drawn.items() if not used & ancestors), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(Slot(source, "sampled", *found))
         drawn[slot] = drawn.get(slot, 0) | (1 << step)
-        return CoefficientUse(var, {source: slot}, self._between([source], var))
+        return CoefficientUse(var, {source: slot}, jaxprs.needed(self.eqns, [var], [source]))
 
     def _sampler(self, var: Any, last: bool, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient]:
         index = (var, last, order)
@@ -204,9 +204,6 @@ class SlotMaker:
         if is_mask(var):
             return "bits"
         return "nested" if var in self.maker and is_control_flow(self.maker[var]) else "exact"
-
-    def _between(self, leaves: Sequence[Any], var: Any) -> list[Any]:
-        return [] if var in leaves else jaxprs.needed(self.eqns, [var], leaves)
 
 
 def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:

@@ -94,10 +94,9 @@ class Influence:
 
 
 def mean(shares: Any) -> np.ndarray:
+    """Over leading axes without NaN, which stays where there is nothing else."""
     values = np.asarray(shares, float)
-    values = values.reshape(-1, *values.shape[-2:])
-    count = np.sum(~np.isnan(values), axis=0)
-    return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
+    return np.ma.masked_invalid(values.reshape(-1, *values.shape[-2:])).mean(axis=0).filled(np.nan)
 
 
 def influence(
