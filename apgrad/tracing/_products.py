@@ -30,48 +30,34 @@ MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
 
 def _dot_general(equation: Equation) -> Pull:
     """dot_general: each factor gets the matrix product, in the semiring, of the message with the other factor."""
-    ((left_sum, right_sum), (left_batch, right_batch)) = equation.params["dimension_numbers"]
-    left, right = equation.inputs
-    factors = _Factor(jnp.shape(left), left_batch, left_sum), _Factor(jnp.shape(right), right_batch, right_sum)
+    # The contracted axes of both come in the order of their pairs.
+    sums, batches = equation.params["dimension_numbers"]
     semiring, active, precision = equation.semiring, equation.active, equation.params["precision"]
-    dtypes = left.dtype, right.dtype
-    shape = jnp.shape(equation.outputs[0])
+    left, right = equation.inputs
+    shapes, dtypes = (jnp.shape(left), jnp.shape(right)), (left.dtype, right.dtype)
+    free = [[i for i in range(len(shapes[k])) if i not in (*batches[k], *sums[k])] for k in (0, 1)]
+    size = lambda side, axes: math.prod(shapes[side][i] for i in axes)
 
     def pull(memory, messages):
-        batch = len(left_batch)
-        middle = batch + len(factors[0].free)
-        flat = (math.prod(shape[:batch]), math.prod(shape[batch:middle]), math.prod(shape[middle:]))
+        flat = size(0, batches[0]), size(0, free[0]), size(1, free[1])
         message = jax.tree.map(lambda x: x.reshape(flat), messages[0])  # (B, I, J)
 
         def answer(side):
-            mine, other = factors[side], factors[1 - side]
             # (B, J, contracted): the other's free axes are summed.
-            weight = other.flat(memory[1 - side], other.batch, other.free, other.contracted)
+            other, groups = 1 - side, (batches[1 - side], free[1 - side], sums[1 - side])
+            weight = jnp.transpose(memory[other], [i for group in groups for i in group])
+            weight = weight.reshape([size(other, group) for group in groups])
             arrived = message if side == 1 else jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), message)  # (B, J, I)
-            # The contracted axes of both come in the order of their pairs.
-            swapped = mine.last_is_contracted and (side == 0 or weight.shape[2] >= 16)
+            swapped = len(shapes[side]) - 1 in sums[side] and (side == 0 or weight.shape[2] >= 16)
             found = contract(semiring, weight, arrived, swapped=swapped, precision=precision)
-            order = (mine.free, mine.contracted) if swapped else (mine.contracted, mine.free)
-            return cast(semiring, jax.tree.map(functools.partial(mine.restore, order=order), found), dtypes[side])
+            order = [*batches[side], *(free[side] if swapped else sums[side])]
+            order += sums[side] if swapped else free[side]
+            restored = lambda x: x.reshape([shapes[side][i] for i in order]).transpose(np.argsort(order).tolist())
+            return cast(semiring, jax.tree.map(restored, found), dtypes[side])
 
         return [answer(side) if wanted else None for side, wanted in enumerate(active)]
 
     return Partial(pull, [left if active[1] else None, right if active[0] else None])
-
-
-class _Factor:
-    def __init__(self, shape, batch, contracted):
-        self.shape, self.batch, self.contracted = shape, tuple(batch), tuple(contracted)
-        self.free = tuple(i for i in range(len(shape)) if i not in (*batch, *contracted))
-        self.last_is_contracted = bool(shape) and len(shape) - 1 in self.contracted
-
-    def flat(self, x, *groups):
-        shape = tuple(math.prod(self.shape[i] for i in group) for group in groups)
-        return jnp.transpose(x, tuple(i for group in groups for i in group)).reshape(shape)
-
-    def restore(self, x, order):
-        order = (*self.batch, *order[0], *order[1])
-        return jnp.transpose(x.reshape(tuple(self.shape[i] for i in order)), np.argsort(order).tolist())
 
 
 def dense(equation: Equation) -> Pull:
