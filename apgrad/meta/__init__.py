@@ -3,8 +3,6 @@
 from apgrad.meta import data as data
 from apgrad.meta._checkpoints import Checkpoints as Checkpoints
 from apgrad.meta._evolution import *
-from apgrad.meta._learners import Learner as Learner, message_passing as message_passing, optimizer as optimizer
-from apgrad.meta._log import tensorboard as tensorboard
 from apgrad.meta._outer import *
 from apgrad.meta._partition import merge as merge, partition as partition
 from apgrad.meta._perturbed import perturbed as perturbed

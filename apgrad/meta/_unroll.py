@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from apgrad import mplp
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.messages import tuple_of
-from apgrad.meta._learners import Learner
-from apgrad.meta._tasks import Task
+from apgrad.meta._tasks import Learner, Task
 
 __all__ = ["Evaluation", "Inner", "Problem", "WithPrior", "batch_entropy", "entropy_penalty", "evaluate"]
 __all__ += ["inner_problem", "objective", "run"]

@@ -13,7 +13,6 @@ from apgrad.mplp._pretrained import *
 from apgrad.mplp._protocol import *
 from apgrad.mplp._sequential import *
 from apgrad.mplp._step import *
-from apgrad.mplp._wiring import fork as fork, wire as wire
 from apgrad.mplp.rules._exact import Exact as Exact
 from apgrad.mplp.rules._normalized import Normalized as Normalized
 from apgrad.mplp.rules._per_synapse import *

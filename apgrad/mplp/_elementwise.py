@@ -1,27 +1,33 @@
-"""Nodes without parameters: activations, softmax, pooling, normalisation.
+"""Functions of signals: nodes without parameters, and wires, which need no rule.
 
-The rule is asked at each element of the input. Where input and output have one shape, it gets the output's message as
-it is, also where the derivative is zero (the papers' step activation). Where they differ (pooling), the transposed
-Jacobian takes each component of the message to the elements of the input.
+*Nodes* are activations, softmax, pooling, normalisation. The rule is asked at each element of the input. Where input
+and output have one shape, it gets the output's message as it is, also where the derivative is zero (the papers' step
+activation). Where they differ (pooling), the transposed Jacobian takes each component of the message to the elements of
+the input.
+
+*Wires.* A function's Jacobian is applied to the port, which stays zero; reverse mode transposes it, component by
+component.
 """
 
 import math
 import operator
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad._ground.arguments import per_axis
+from apgrad._ground.arguments import per_axis, whole
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import Local, alike, hand_on, learned_node, names_of, require_signals
-from apgrad.mplp._places import Place
+from apgrad._ground.propagator import Propagator, node
+from apgrad._programs.jaxprs import has_own_rule, trace
+from apgrad.mplp import _paths as paths
+from apgrad.mplp._places import Local, Place, alike, hand_on, learned_node, names_of, require_signals
 from apgrad.mplp._protocol import Elementwise, Site
-from apgrad.mplp._wiring import wire
 
-__all__ = ["activation", "max_pool", "mean_pool", "normalize", "softmax", "transform"]
+__all__ = ["activation", "fork", "max_pool", "mean_pool", "normalize", "softmax", "transform", "wire"]
 
 Features = Callable[..., dict[str, jax.Array]]
 Sizes = int | Sequence[int]
@@ -150,3 +156,71 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
     batch = place.places.batch_size(signals[0].value)
     sites = [(p, Site(p.name, kind, "elementwise", batch, shape, names)) for p in at]
     return learned_node(sites, function, ask, hand_on, signals=signals)
+
+
+def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
+    """A function of signals that needs no rule: a sum, a concatenation, a reshape.
+
+    Args:
+      function: `(*values) -> value`. The function need not be linear, but a rule has no say in it.
+      *signals: the inputs, signals of any shapes.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> a, b = (ap.Signal.of(jnp.ones((4, n)), message_size=8) for n in (2, 3))
+      >>> both = ap.mplp.wire(lambda a, b: jnp.concatenate([a, b], axis=-1), a, b)
+      >>> both.value.shape, both.port.shape
+      ((4, 5), (4, 5, 8))
+    """
+    require_signals("mplp.wire", signals)
+    entered, _ = paths.enter(paths.WIRE, signals)
+    values, ports = tuple(s.value for s in entered), [s.port for s in entered]
+    push = lambda *tangents: jax.jvp(function, values, tangents)[1]
+    if has_own_rule(trace(function, *values)[0]):
+        output = _reverse(function)(*entered)
+    else:
+        output = Signal(function(*values), jax.vmap(push, in_axes=-1, out_axes=-1)(*ports))
+    return paths.leave(paths.WIRE, output)
+
+
+def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
+    """`wire` of a function with a reverse-mode rule alone, as `jax.custom_vjp` makes them."""
+
+    def forward(*signals):
+        output, pull = jax.vjp(function, *(s.value for s in signals))
+        return Signal.of(output, signals[0].port.shape[-1]), pull
+
+    def backward(pull, message):
+        ports = jax.vmap(pull, in_axes=-1, out_axes=-1)(message.port)
+        return tuple(map(Signal, pull(message.value), ports))
+
+    return node(Propagator(forward, backward))
+
+
+def fork(signal: Signal, n: int, aggregate: Literal["sum", "mean"] = "mean") -> tuple[Signal, ...]:
+    """A signal for each of n uses, whose messages are aggregated; if one signal has n uses, reverse mode adds them up.
+
+    The value's true derivative is the sum over the uses all the same.
+
+    Args:
+      signal: a signal of any shape.
+      n: the number of uses, at least 1.
+      aggregate: "sum" or "mean". A use to which no message comes back counts with zeros.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> signal = ap.Signal.of(jnp.ones((1, 2)), message_size=1)
+      >>> weighed = lambda a, b: jnp.sum(2 * a.port + 4 * b.port)
+      >>> jax.grad(lambda s: weighed(*ap.mplp.fork(s, 2, "mean")))(signal).port[..., 0]
+      Array([[3., 3.]], dtype=float32)
+    """
+    require_signals("mplp.fork", [signal])
+    n = whole("n of fork, a number of signals,", n)
+    if aggregate not in ("sum", "mean"):
+        raise ValueError(f'fork aggregates by "sum" or "mean", got {aggregate!r}')
+
+    def backward(_, messages):
+        value, message = jax.tree.map(lambda *each: jnp.sum(jnp.stack(each), axis=0), *messages)
+        return (Signal(value, message / n if aggregate == "mean" else message),)
+
+    return node(Propagator(lambda signal: ((signal,) * n, None), backward))(signal)

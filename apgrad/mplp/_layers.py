@@ -12,10 +12,9 @@ from flax import nnx
 from apgrad._ground.closures import reached
 from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
-from apgrad.mplp._learned import alike
+from apgrad.mplp._elementwise import wire
 from apgrad.mplp._paths import moves
-from apgrad.mplp._places import Parameter, Place
-from apgrad.mplp._wiring import wire
+from apgrad.mplp._places import Parameter, Place, alike
 
 Apply = Callable[[Place, Any, Any], Signal]
 """`(place, params, signal) -> signal`."""

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import hand_on, learned_node, names_of, require_signals
-from apgrad.mplp._places import Place
+from apgrad.mplp._places import Place, hand_on, learned_node, names_of, require_signals
 from apgrad.mplp._protocol import Elementwise, Site
 
 __all__ = ["absolute_error", "cross_entropy", "readout", "softmax_cross_entropy", "squared_error"]

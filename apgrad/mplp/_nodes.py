@@ -15,9 +15,8 @@ from jax.core import Tracer
 
 from apgrad._ground.arguments import per_axis
 from apgrad._ground.port import Signal, beside, port
-from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._paths import enter
-from apgrad.mplp._places import Parameter, Place, SharedParameter
+from apgrad.mplp._places import Parameter, Place, SharedParameter, learned_node, require_signals
 from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
 
 __all__ = ["bias", "conv", "dense", "embedding", "parameter", "scale", "shared"]
