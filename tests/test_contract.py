@@ -42,7 +42,7 @@ def by_function(theta, *inputs):
 
 
 LR, RP, TP = ap.likelihood_ratio, ap.reparameterization, ap.total_propagation
-SHAPED = {"shaping": ap.gaussian_shaping()}
+SHAPED, RAW = ({"shaping": ap.gaussian_shaping(pathwise)} for pathwise in ("shaped", "raw"))
 LEARNED = ap.learned_baseline(by_function)
 ESTIMATORS = {
     "reparameterization": Row(RP(), needs_two_lanes=False),
@@ -57,7 +57,7 @@ ESTIMATORS = {
     "total_propagation, per step": Row(TP(weights=ap.weights.per_step_inverse_variance()), second="refused"),
     "gaussian_shaping, LR": Row(LR(), "refused", cost=SHAPED),
     "gaussian_shaping, RP": Row(RP(), "refused", cost=SHAPED),
-    "gaussian_shaping, TP": Row(TP(), "refused", cost=SHAPED),
+    "gaussian_shaping, TP": Row(TP(), "refused", cost=RAW),
     "gaussian_resampling": Row(RP(), after=ap.gaussian_resampling),
     "clip_lanes": Row(RP(), second="refused", after=ap.clip_lanes),
     "clip_lanes, growth": Row(RP(), second="refused", after=functools.partial(ap.clip_lanes, growth_only=True)),

@@ -13,13 +13,13 @@ fit is good, and is wrong where it is not. C_mu and C_Sigma are taken by backpro
 moments the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean of all
 lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat equation), so
 that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from the others'
-covariance, and taken off. For a quadratic cost this is exact with any number of lanes. The pathwise derivative is that
-of g at fixed moments of the others, C_mu + 2 C_Sigma m.
+covariance, and taken off. For a quadratic cost this is exact with any number of lanes. The pathwise derivative
+(`pathwise="shaped"`) is that of g at fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +34,16 @@ from apgrad.expectations._ports import charge_shaped
 matmul = functools.partial(jnp.matmul, precision="highest")
 
 
-def gaussian_shaping() -> Callable[..., tuple[jax.Array, jax.Array]]:
+def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Shaping for `tape.cost(cost_function, x, shaping=gaussian_shaping())`.
 
     The value, and derivatives by what the cost function closes over, are the raw costs'. The gradient is unbiased for
     Gaussian states and quadratic costs; other costs leave a bias of order 1 / lanes, other states one that stays.
 
-    What the cost sends to x is the derivative of the shaped cost; for that of the raw cost shape by
-    `lambda key, f, *x: (jax.vmap(f)(*x), ap.gaussian_shaping()(key, f, *x)[1])`.
+    Args:
+      pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).
 
-    Fewer than 2 lanes are a `ValueError` at trace time, and differentiating twice is a `TypeError`.
+    Fewer than 2 lanes or another `pathwise` are a `ValueError` at trace time, differentiating twice is a `TypeError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -53,6 +53,8 @@ def gaussian_shaping() -> Callable[..., tuple[jax.Array, jax.Array]]:
       >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 2.0)).__round__()
       4
     """
+    if pathwise not in ("shaped", "raw"):
+        raise ValueError(f"gaussian_shaping: pathwise must be 'shaped' or 'raw', got {pathwise!r}")
 
     def shaping(key, cost_function, *args):
         x, unravel = ravel_lanes("gaussian_shaping", args)
@@ -65,9 +67,12 @@ def gaussian_shaping() -> Callable[..., tuple[jax.Array, jax.Array]]:
 
         moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, matmul(scatter.T, scatter))))
         fit = lax.stop_gradient((mean, *moved))
+        message = _message(x, *fit)
+        if pathwise == "raw":
+            return costs(*args), message
         paid, shaped = costs(*lax.stop_gradient(args)), zero_with_gradient(jnp.add(*_terms(x, *fit)))
         dtype = np.promote_types(paid.dtype, shaped.dtype)
-        return paid.astype(dtype) + charge_shaped(jnp.ones_like(shaped), shaped).astype(dtype), _message(x, *fit)
+        return paid.astype(dtype) + charge_shaped(jnp.ones_like(shaped), shaped).astype(dtype), message
 
     return shaping
 
