@@ -19,17 +19,9 @@ from jax.extend.core import Literal
 
 from apgrad._ground.port import Signal
 from apgrad._ground.primitives import mark
+from apgrad._programs import kinds
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import Program, inexact_outputs, inside_of, is_inexact, nested, trace
-from apgrad._programs.kinds import (
-    IDENTITY,
-    LINEAR_IN,
-    LINEAR_IN_ALL,
-    LINEAR_IN_EACH,
-    NO_DERIVATIVE,
-    VIEW,
-    WITHIN_ELEMENTWISE,
-)
 
 Gate = enum.Enum("Gate", "IN OUT")
 Fact = frozenset[tuple[str, str]]
@@ -97,9 +89,9 @@ class Walk:
             if pair and name.startswith("custom_vjp"):
                 return [together - {DENSE}] * len(eqn.outvars)
             return None
-        if name in VIEW:
+        if name in kinds.VIEW:
             self.outside[eqn.outvars[0]] = self.source(eqn.invars[0])
-        if name in IDENTITY:
+        if name in kinds.IDENTITY:
             return facts
         made = _made(eqn, facts, together)
         wide = [any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
@@ -200,8 +192,8 @@ def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
             carries = inside.kind == "scan" and inside.counts[1] > 0
             moving.update({name} if carries and any(facts[sum(inside.counts[:2]) :]) else ())
             return None
-        moving.update({name} - WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
-        chosen = name in NO_DERIVATIVE and together  # by the array's values
+        moving.update({name} - kinds.WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
+        chosen = name in kinds.NO_DERIVATIVE and together  # by the array's values
         return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together)] * len(eqn.outvars)
 
     made = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
@@ -215,12 +207,12 @@ def _held(fact: Fact) -> Fact:
 def _made(eqn, facts, together):
     """The fact of what an equation makes."""
     name = eqn.primitive.name
-    if not together or name in NO_DERIVATIVE:
+    if not together or name in kinds.NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
-    numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
-    linear = name in LINEAR_IN or name in LINEAR_IN_ALL
+    numbers = kinds.LINEAR_IN.get(name, range(name == "select_n", len(facts)))
+    linear = name in kinds.LINEAR_IN or name in kinds.LINEAR_IN_ALL
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
-    if name in LINEAR_IN_EACH:
+    if name in kinds.LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
     signals = any(origin and origin != WIRED and not origin.startswith("params") for origin, _ in together)
     if not linear or (signals and name not in ARRANGING):

@@ -12,8 +12,7 @@ from jax import lax
 import apgrad as ap
 from apgrad import mplp
 from apgrad.mplp._protocol import Site
-from apgrad.mplp.rules import _whitening as whitening
-from apgrad.mplp.rules._thesis import BatchNorm
+from apgrad.mplp.rules import _per_synapse as per_synapse_rule, _thesis as thesis_rule, _whitening as whitening
 from tests.cases import cases
 from tests.mplp.graphs import GRAPHS, close, first_step, jit, mlp_params
 from tests.refusals import refused
@@ -289,7 +288,7 @@ def test_standardizers_that_all_places_share_are_fitted_whatever_the_places_are_
 
 
 def test_batch_norm_is_safe_at_zero_variance():
-    norm, varying = BatchNorm(3), jnp.arange(5.0)
+    norm, varying = thesis_rule.BatchNorm(3), jnp.arange(5.0)
 
     @jit
     def run(c):
@@ -482,3 +481,41 @@ def test_a_zero_message_changes_nothing():
     updates, new, _ = jit(lambda state: mplp.backward(rule, silent, params, state, batch))(state)
     assert all(not jnp.any(u) for u in jax.tree.leaves(updates))
     jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+def assert_chunks_are_the_whole(module, chunks, run, argument, monkeypatch, atol):
+    results = []
+    for chunk in (10**9, *chunks):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        results.append(jit(lambda argument: run(argument))(argument))
+    for parts in results[1:]:
+        close(parts, results[0], rtol=1e-4, atol=atol)
+    assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
+
+
+IMAGES = pytest.param("convolution, pooling, positions", (4,), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("graph", "chunks"), [("embedded positions", (1, 24)), IMAGES])
+def test_chunks_are_the_whole(graph, chunks, monkeypatch):
+    """A chunk of one row, and of several."""
+    network, (params, batch) = GRAPHS[graph].network, GRAPHS[graph].make("float32")
+    rule = per_synapse(mplp.sites(network, params, batch), hidden=1, layers=(3,))
+    # A recurrent state that is not zero.
+    state = jax.tree.map(lambda x: x + 0.3, mplp.init_state(rule, network, params, batch))
+    run = lambda state: mplp.backward(rule, network, params, state, batch)[:2]
+    assert_chunks_are_the_whole(per_synapse_rule, chunks, run, state, monkeypatch, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=pytest.mark.long), True])
+def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
+    """Updates and the meta-gradient; batch norm stands over all rows, whatever the chunk is."""
+    network, params, batch, sites = squared()
+    rule = thesis(sites, batch_norm=batch_norm)
+
+    def outer(rule):
+        updates = first_step(rule, network, params, batch)[0]
+        return sum(jnp.sum(jnp.sin(100 * u)) for u in jax.tree.leaves(updates)), updates
+
+    chunks = 1, 6 * 2 * 4 * 5  # one row; two of 4 x 5 synapses (with a bias) with 6 hidden units, and three of 6 x 2
+    assert_chunks_are_the_whole(thesis_rule, chunks, nnx.grad(outer, has_aux=True), rule, monkeypatch, atol=1e-5)
