@@ -20,7 +20,6 @@ from jax.tree_util import Partial
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import is_inexact, place, restrict
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
-from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import bilinear, contract, dtype_of, filled, structs
 
 LIMIT = 2**24  # the most elements that a dense Jacobian may have
@@ -80,25 +79,27 @@ def dense(equation: Equation) -> Pull:
             "input, or write the operation with other primitives."
         )
     warn(f"{lacks}; its Jacobian ({rows} rows) is computed in full. Right, but slow.")
-    jacobians = []  # for each output, (its elements, *input shape) for each input
-    for k, y in enumerate(outputs):
-        rows_of = lambda e, k=k: pullback([e if j == k else jnp.zeros_like(o) for j, o in enumerate(outputs)])
-        basis = jnp.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
-        try:
-            jacobians.append(jax.vmap(rows_of)(basis))
-        except NotImplementedError:  # some primitives cannot be batched
-            jacobians.append(jax.lax.map(rows_of, basis))
+    ends = np.cumsum([y.size for y in outputs])[:-1].tolist()
+
+    def row(message):
+        parts = zip(jnp.split(message, ends), outputs, strict=True)
+        return pullback([part.reshape(y.shape).astype(y.dtype) for part, y in parts])
+
+    try:
+        jacobians = jax.vmap(row)(jnp.eye(rows))
+    except NotImplementedError:  # some primitives cannot be batched
+        jacobians = jax.lax.map(row, jnp.eye(rows))
 
     def pull(jacobians, messages):
-        total: list[Value | None] = [None] * len(chosen)
-        for rows, message in zip(jacobians, arrived(messages), strict=True):
-            column = jax.tree.map(lambda x: x.reshape(1, -1, 1), message)
-            for n, jacobian in enumerate(rows):
-                found = contract(semiring, jacobian.reshape(1, jacobian.shape[0], -1), column)
-                part = cast(semiring, jax.tree.map(lambda x, n=n: x.reshape(shapes[chosen[n]]), found), jacobian.dtype)
-                before = total[n]
-                total[n] = part if before is None else semiring.plus(before, part)
-        return answer(total)
+        dtype = functools.reduce(np.promote_types, [dtype_of(m) for m in arrived(messages)])
+        parts = zip(*(cast(semiring, m, dtype) for m in arrived(messages)), strict=True)
+        column = tuple(jnp.concatenate([x.ravel() for x in part]).reshape(1, -1, 1) for part in parts)
+
+        def sent(jacobian):
+            found = contract(semiring, jacobian.reshape(1, rows, -1), column)
+            return cast(semiring, tuple(x.reshape(jacobian.shape[1:]) for x in found), jacobian.dtype)
+
+        return answer(list(map(sent, jacobians)))
 
     return Partial(pull, jacobians)
 
