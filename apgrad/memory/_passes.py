@@ -111,10 +111,10 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         copies = not spread.isdisjoint(jaxprs.variables(inputs))
         slots = {s: memory[s] for s in needed if _waits(made.slots[s], copies)}
         drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
-        if any(not isinstance(made.slots[s].sampler, Rounding) for s in drawn):
-            drawn, slots, present = _together(drawn, slots, present)
-        elif slots:
-            slots, present = jax.lax.optimization_barrier((slots, present))
+        if slots:
+            late = {s: key for s, key in drawn.items() if not isinstance(made.slots[s].sampler, Rounding)}
+            late, slots, present = jax.lax.optimization_barrier((late, slots, present))
+            drawn |= late
         coefficients, small, axis = {}, (), _commutes(made, step)
         for i, use in step.uses.items():
             if axis:
@@ -156,7 +156,7 @@ def _evaluated_again(use: CoefficientUse, arrays: dict[Any, Any], computed: dict
     if use.var not in computed:
         missing = jaxprs.needed(use.eqns, [use.var], computed)
         wanted = {v for eqn in missing for v in jaxprs.variables(eqn.invars)}
-        late = [v for v, x in arrays.items() if v in wanted and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+        late = [v for v in arrays if v in wanted]
         held, present = jax.lax.optimization_barrier(([arrays[v] for v in late], present))
         values = computed | arrays | dict(zip(late, held, strict=True))
         jaxprs.run_all(missing, values)
@@ -169,8 +169,7 @@ def _waits(slot: Slot, copies: bool) -> bool:
 
     A barrier writes out a message of copies, such as a mean's: then only what is packed waits for it.
     """
-    stays = copies or slot.how == "nested" or jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
-    return slot.how in ("sampled", "bits") or not stays
+    return slot.how in ("sampled", "bits") or not (copies or slot.how == "nested")
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
@@ -186,20 +185,13 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
     """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
     if not isinstance(sampler, Rounding):
-        key, value = _together(key, value)
+        key, value = jax.lax.optimization_barrier((key, value))
     return kept(sampler, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
 def _restored(sampler: Sampler, shape: Any, dtype: Any, key: jax.Array, memory: Any, axis: int = -1) -> jax.Array:
     return restored(sampler, key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
-
-
-def _together(keys: Any, *values: Any) -> tuple[Any, ...]:
-    """Keys and values as they are, of which none is there before all are: so draws wait for the values."""
-    raw, *found = jax.lax.optimization_barrier((jax.tree.map(jax.random.key_data, keys), *values))
-    typed = lambda like, data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-    return jax.tree.map(typed, keys, raw), *found
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
