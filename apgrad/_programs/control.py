@@ -132,14 +132,11 @@ def _of_all_lanes(condition: Any, body: Any, consts: int) -> tuple[Program, Prog
     return traced(some, test.jaxpr.invars), traced(stepped, [*test.jaxpr.invars[:consts], *step.jaxpr.invars])
 
 
-def rebuild(
-    eqn: Any,
-    inside: Nested,
-    functions: Sequence[Callable[..., Sequence[Any]]],
-    inputs: Sequence[Any],
-    summed: Sequence[Any] = (),
-) -> Any:
-    """Evaluates an equation with other functions inside; a scan's gets the step first, and what it adds is `summed`."""
+def rebuild(inside: Nested, functions: Sequence[Any], inputs: Sequence[Any], summed: Sequence[Any] = ()) -> list[Any]:
+    """Evaluates an equation, which has no rule of its own, with other functions inside.
+
+    They return sequences. A scan's gets the step first, and what it adds is `summed`.
+    """
     if inside.kind == "call":
         return list(functions[0](*inputs))
     if inside.kind == "remat":
@@ -154,19 +151,17 @@ def rebuild(
         fixed = inputs[inside.loop[0] : second]
         goes, after = lambda carry: test(*consts, *carry)[0], lambda carry: tuple(step(*fixed, *carry))
         return list(jax.lax.while_loop(goes, after, rest))
-    if inside.kind == "scan":
 
-        def body(state, x):
-            step, carry, sums = state
-            outputs = list(functions[0](step, *consts, *carry, *x))
-            last = len(outputs) - len(sums)
-            sums = tuple(a + b for a, b in zip(sums, outputs[last:], strict=True))
-            return (step + 1, tuple(outputs[: len(carry)]), sums), tuple(outputs[len(carry) : last])
+    def body(state, x):
+        step, carry, sums = state
+        outputs = list(functions[0](step, *consts, *carry, *x))
+        last = len(outputs) - len(sums)
+        sums = tuple(a + b for a, b in zip(sums, outputs[last:], strict=True))
+        return (step + 1, tuple(outputs[: len(carry)]), sums), tuple(outputs[len(carry) : last])
 
-        state, options = (jnp.zeros((), jnp.int32), tuple(middle), tuple(summed)), inside.options
-        (_, carry, sums), ys = jax.lax.scan(body, state, rest, inside.length, inside.reverse, **options)
-        return [*carry, *ys, *sums]
-    raise ValueError(f"{eqn.primitive.name!r} has a derivative rule of its own: evaluate it with caller(eqn)")
+    state, options = (jnp.zeros((), jnp.int32), tuple(middle), tuple(summed)), inside.options
+    (_, carry, sums), ys = jax.lax.scan(body, state, rest, inside.length, inside.reverse, **options)
+    return [*carry, *ys, *sums]
 
 
 def _plain_or_why(eqn: Any) -> Program | str:
@@ -213,7 +208,7 @@ def _on_device(shards: Shards) -> Callable[..., Any]:
             functions = [function(program) for program in inside.jaxprs]
             if inside.kind == "scan":
                 functions = [lambda step, *values: function(inside.jaxprs[0])(*values)]
-            return rebuild(eqn, inside, functions, values)
+            return rebuild(inside, functions, values)
 
     return apply
 

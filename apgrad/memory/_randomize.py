@@ -329,18 +329,18 @@ class StretchWalk:
                 if inside.kind in ("custom", "while") or not any(jaxprs.inexact_outputs(eqn)):
                     return map(_other, jaxprs.caller(eqn)(*values))
                 label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
-                return map(_other, self._enter(eqn, inside, values, live, hashed(key, _NESTED + number), label, count))
+                return map(_other, self._enter(inside, values, live, hashed(key, _NESTED + number), label, count))
 
         return apply
 
-    def _enter(self, eqn, inside, values, live, key, label, count):
+    def _enter(self, inside, values, live, key, label, count):
         if inside.kind == "scan":
             consts, carry, _ = inside.counts
             # Constants and inputs of the steps stay where they are, states do not.
             flags = [flag and not consts <= i < consts + carry for i, flag in enumerate(live)]
             body = self.stretch(inside.jaxprs[0], flags, label, count * inside.length)
             function = lambda step, *inputs: body(hashed(key, step), *inputs)
-            return jaxprs.rebuild(eqn, inside, [function], values)
+            return jaxprs.rebuild(inside, [function], values)
         if inside.kind == "cond":
 
             def plan(i, chosen, key):

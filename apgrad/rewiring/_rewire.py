@@ -304,7 +304,7 @@ def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any
                 elif step.plans:
                     inside: Any = jaxprs.nested(step.eqn)
                     functions = [functools.partial(within, p, inside.kind == "scan", here) for p in step.plans]
-                    outputs = jaxprs.rebuild(step.eqn, inside, functions, values, summed)
+                    outputs = jaxprs.rebuild(inside, functions, values, summed)
                     outputs, made = outputs[:count], structure.unflatten(outputs[count:])
                 else:
                     return jaxprs.run(step.eqn, values)

@@ -179,7 +179,7 @@ def _inside(eqn: Any, inside: Any, values: Any, here: set[str]) -> tuple[list[An
         return [*outputs, *jax.tree.leaves(found | zeros)]
 
     functions = [functools.partial(function, program) for program in inside.jaxprs]
-    made = jaxprs.rebuild(eqn, inside, functions, values)
+    made = jaxprs.rebuild(inside, functions, values)
     return made[:count], jax.tree.unflatten(structure, made[count:])
 
 
