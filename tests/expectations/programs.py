@@ -35,6 +35,12 @@ def paid(draw, cost=lambda x: x):
     return program
 
 
+def coins(logits, estimator=ap.likelihood_ratio(), cost=lambda b: b, **options):  # noqa: B008 (a tuple)
+    """A program that flips coins of `logits(tape, *args)`, and pays a cost of the numbers 0 and 1."""
+    draw = lambda tape, *args: ap.sample(tape, dist.Bernoulli(logits=logits(tape, *args)), estimator, **options)
+    return paid(draw, lambda b: cost(b.astype(jnp.float32)))
+
+
 def rollout(estimator, make, tape, theta, start, length, between=lambda x: x):
     """The tape and the state after so many steps x <- make(theta, x), with ordinary code after each."""
     step = ap.stochastic(estimator)(make)

@@ -14,7 +14,7 @@ import apgrad as ap
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from tests.cases import cases
-from tests.expectations.programs import paid, visit
+from tests.expectations.programs import coins, paid, visit
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -249,11 +249,8 @@ def test_value_and_lane_wide_choices():
 def test_derivatives_are_unbiased_to_second_order():
     offsets, p = jnp.array([5.0, -1.0, 2.0]), 1 / (1 + np.exp(-THETA))  # of the costs, by datum
 
-    def program(tape, theta):
-        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
-        tape, b = ap.sample(tape, d, ap.likelihood_ratio(), parts=True)
-        return tape.cost(offsets + jnp.where(b > 0, 2.0, 0.5 * offsets))
-
+    logits = lambda tape, theta: jnp.broadcast_to(theta, (tape.lanes, tape.data))
+    program = coins(logits, cost=lambda b: offsets + jnp.where(b > 0, 2.0, 0.5 * offsets), parts=True)
     first = jax.grad(ap.expectation(program, lanes=2, data=3), argnums=1)
     slope = p * (1 - p) * float(jnp.mean(2.0 - 0.5 * offsets))
     both = lambda key: (first(key, THETA), jax.grad(first, argnums=1)(key, THETA))
@@ -271,11 +268,7 @@ WRONG = {
 
 
 def of_axes(cost=lambda b: b, parts=True, data=3, size=3):
-    def program(tape, theta):
-        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, size)))
-        tape, b = ap.sample(tape, d, ap.likelihood_ratio(), parts=parts)
-        return tape.cost(cost(b.astype(jnp.float32)))
-
+    program = coins(lambda tape, theta: jnp.broadcast_to(theta, (tape.lanes, size)), cost=cost, parts=parts)
     return jax.eval_shape(ap.expectation(program, lanes=2, data=data), KEY, THETA)
 
 
@@ -334,8 +327,7 @@ def test_a_mask_that_is_given_mixes_no_data():
 
 def network(tape, theta, x, baseline="leave_one_out"):
     logits = jnp.tanh(x @ theta["a"]) @ theta["b"]
-    tape, b = ap.sample(tape, dist.Bernoulli(logits=logits[:, 0]), ap.likelihood_ratio(baseline))
-    return tape.cost(jnp.where(b > 0, 1.0, 0.0))
+    return coins(lambda _: logits[:, 0], ap.likelihood_ratio(baseline))(tape)
 
 
 def test_data_are_followed_through_a_network_and_parameters_are_not():
@@ -354,11 +346,8 @@ def test_data_are_followed_through_a_network_and_parameters_are_not():
 def test_a_scan_over_as_many_steps_as_there_are_lanes():
     # The axis of the steps is not the lanes', though it is as long. Warnings are errors here.
     def program(tape, theta, x):
-        def step(tape, x):
-            tape, z = ap.sample(tape, dist.Bernoulli(logits=theta * jnp.broadcast_to(x, (3,))), ap.likelihood_ratio())
-            return tape.cost(z.astype(jnp.float32)), x
-
-        return jax.lax.scan(step, tape, x)[0]
+        step = coins(lambda _, x: theta * jnp.broadcast_to(x, (3,)))
+        return jax.lax.scan(lambda tape, x: (step(tape, x), x), tape, x)[0]
 
     jax.eval_shape(ap.expectation(program, 3), KEY, 0.3, jnp.arange(3.0))
 
@@ -417,11 +406,7 @@ ACROSS_ROWS = {
 
 @cases("function", BY_ROW | {"recurrent": recurrent})
 def test_data_are_followed_where_each_row_stays_by_itself(function):
-    def program(tape, theta, x):
-        logits = theta * jnp.sum(function(x).reshape(6, -1), axis=1)
-        tape, b = ap.sample(tape, dist.Bernoulli(logits=logits), ap.likelihood_ratio())
-        return tape.cost(b.astype(jnp.float32))
-
+    program = coins(lambda _, theta, x: theta * jnp.sum(function(x).reshape(6, -1), axis=1))
     x = jnp.arange(24.0).reshape(6, 4)
     with pytest.warns(UserWarning, match="other data"):
         jax.eval_shape(ap.expectation(program, lanes=6), KEY, 0.3, x)

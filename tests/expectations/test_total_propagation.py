@@ -1,7 +1,7 @@
 """Total propagation, its weights from the mathematics, and cross-fitting, which makes it unbiased."""
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,8 @@ KEY = jax.random.key(0)
 @pytest.mark.parametrize("weights", [WEIGHTS["suffix"], WEIGHTS["decoupled"]], ids=["suffix", "decoupled"])
 def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
     # Under a sum, one after the other or mapped: what later nodes gathered is each copy's, with parameters mapped too.
-    node = ap.stochastic(ap.total_propagation(weights=weights))(lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.3))
-
-    def program(tape, theta):
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
-        tape, x = node(tape, theta, x)
-        return tape.cost(x**2)
-
+    make = lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.3)
+    program = walk(ap.total_propagation(weights=weights), make, 2, jnp.square)
     objective, keys, thetas = ap.expectation(program, 6), jax.random.split(KEY, 3), jnp.linspace(1.0, 3.0, 3)
 
     def all_ways(theta, thetas):
@@ -175,19 +170,17 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
     looped = lambda theta, x: dist.Normal(loop(theta, x), 1.0)
     refused(TypeError, r"lax.while_loop, which a parameter of the node goes through", gradient, looped, 0.5)
 
-    @functools.partial(jax.tree_util.register_dataclass, data_fields=["loc", "none"], meta_fields=[])
-    @dataclasses.dataclass
-    class Shifted:
+    class Shifted(NamedTuple):
         loc: jax.Array
         none: None = None
 
-        def rsample(self, key):
+        def sample(self, key):
             return jnp.real(self.loc) + jax.random.normal(key)
-
-        sample = rsample
 
         def log_prob(self, x):
             return -((x - jnp.real(self.loc)) ** 2) / 2
+
+        rsample = sample
 
     shifted = lambda theta, x: Shifted(theta * x.astype(theta.dtype))
     assert jnp.isfinite(gradient(shifted, 0.5))
