@@ -19,7 +19,7 @@ gradients is the mean over k of f_k f'_k, on average over the signs. And f_k is 
 Signs are products of one sign for each coordinate, z_k[i, j] = u_k[i] v_k[j]. For a dense layer y = x W this makes
 f_k = (x . u_k)(message . v_k): two thin products in place of a gradient, and so for adding and multiplying, in `scan`
 and in `vmap`. Other uses (a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; where
-an equation forbids them (`jax.custom_vjp`), and of what is complex on its way, the lane's gradient is made.
+an equation forbids them (`jax.custom_vjp`) the lane's gradient is made.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,14 +75,11 @@ def sketch(program: Program, inputs: Values, operands: Arrays, messages: Arrays,
     walk = _Sketch(operands, messages)
     try:
         walk.run(program, signed)
-    except _ComplexError:
-        pass
     except TypeError as error:
         if "forward-mode" not in str(error):  # of a function with a reverse-mode rule alone
             raise
-    else:
-        return walk.found
-    return inner(gradient(program, inputs, operands, messages), signs)
+        return inner(gradient(program, inputs, operands, messages), signs)
+    return walk.found
 
 
 def gradient(
@@ -238,15 +235,6 @@ class _Replay(_Walk):
         self.found.append(found)
 
 
-class _ComplexError(Exception):
-    """Views or messages are complex, whose inner products with signs are no sketch of a real gradient."""
-
-
-def _require_real(arrays):
-    if any(map(jnp.iscomplexobj, arrays)):
-        raise _ComplexError
-
-
 class _Sketch(_Replay):
     def __init__(self, operands, messages):
         super().__init__(operands, messages)
@@ -256,7 +244,6 @@ class _Sketch(_Replay):
         outputs = super().of_views(eqn, values, kind)
         if kind == ValueKind.FIXED:
             return outputs
-        _require_real(value.array for value in outputs)
         factors = _moved(eqn, values, outputs)
         if factors is not None:
             return [outputs[0]._replace(signs=factors)]
@@ -267,9 +254,9 @@ class _Sketch(_Replay):
     def use(self, function, values, eqn=None):
         operands, messages = next(self.of_uses)
         arrays = self.arrays(values, operands)
-        _require_real(messages)
         shapes = jax.eval_shape(lambda *arrays: list(function(*arrays)), *arrays)
-        self.found = self.found + self._of_use(function, values, arrays, eqn, messages, shapes)
+        # What is complex on its way comes back as real numbers: the derivatives of messages times outputs.
+        self.found = self.found + jnp.real(self._of_use(function, values, arrays, eqn, messages, shapes))
         return [None] * len(shapes)
 
     def _of_use(self, function, values, arrays, eqn, messages, shapes):
@@ -302,7 +289,8 @@ def _moved(eqn, values, outputs):
     view, *others = values
     if not isinstance(view.signs, Factors) or outputs[0].kind != ValueKind.VIEW:
         return None
-    by = others[0].array if others and others[0].kind == ValueKind.FIXED and jnp.ndim(others[0].array) == 0 else None
+    by = [other.array for other in others if other.kind == ValueKind.FIXED and jnp.ndim(other.array) == 0]
+    by = by[0] if by and not jnp.iscomplexobj(by[0]) else None
     return moved(eqn, view.signs, jnp.shape(view.array), jnp.shape(outputs[0].array), by)
 
 
