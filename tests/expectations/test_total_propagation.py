@@ -188,7 +188,7 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
     np.testing.assert_allclose(*both, rtol=1e-5)
     assert jnp.abs(gradient(lambda theta, x: dist.Normal(jnp.real(theta) * x, 1.0), jnp.complex64(1 + 1j))) > 0
     summed, many = lambda theta, x: dist.Normal(jnp.real(theta.sum()) * x, 1.0), jnp.ones(20, jnp.complex64)
-    refused(TypeError, "a sketch is of real numbers", gradient, summed, many)
+    assert jnp.all(jnp.abs(gradient(summed, many)) > 0)
     refused(ValueError, "argnums is empty", ap.grad, lambda tape, theta: tape, 4, ())
 
 

@@ -51,6 +51,7 @@ LINEAR = nnx.split(nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(0)), jnp.tanh, 
 HEADS = nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0))
 ATTENTION = nnx.split(HEADS, nnx.Param, ...)
 
+W = draw(5, 7) + 1j * draw(7, 5).T
 # Name: function of parameters and one lane, parameters, lane.
 PROGRAMS = {
     "dense": (lambda p, x: jnp.tanh(x @ p[0] + p[1]) @ p[2], [draw(5, 7), draw(7), draw(7, 3)], draw(5)),
@@ -76,6 +77,7 @@ PROGRAMS = {
     "without elements": (lambda p, x: x * p[0] + jnp.sum(p[1]), [draw(5), draw(0, 3)], draw(5)),
     "complex filter": (lambda p, x: jnp.fft.irfft(jnp.fft.rfft(x) * (p[0] + 1j * p[1])), [draw(4), draw(4)], draw(6)),
     "complex view": (lambda p, x: x * jnp.abs(p[0] + 1j * p[1]), [draw(5), draw(5)], draw(5)),
+    "complex parameters": (lambda p, x: jnp.abs((x + 1j) @ p[0] + p[1] / 2j), [W, W[0]], draw(5)),
     "NNX": (lambda p, x: nnx.merge(LINEAR[0], p)(x), LINEAR[1], draw(5)),
     "attention": (lambda p, x: nnx.merge(ATTENTION[0], p, ATTENTION[2])(x), ATTENTION[1], draw(6, 4)),
 }
@@ -110,7 +112,7 @@ def parts_of(function, leaves, lane):
 
 
 def signs_of(leaves):
-    return [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
+    return [random_signs(jnp.uint32(7), i, x) for i, x in enumerate(leaves)]
 
 
 def both(function, leaves, lane):
@@ -151,14 +153,14 @@ def test_no_gradient_of_a_lane_is_made(name):
 
 def test_a_sketch_keeps_inner_products_on_average():
     # Over the signs: the mean of f . f' / 16 is the inner product, and no array's sketch correlates with another's.
-    x = [draw(6, 8), draw(8), draw(), draw(8, 8)]
+    x = [draw(6, 8), draw(8), draw(), draw(8, 8), draw(5, 9) + 1j * draw(5, 9).T.reshape(5, 9)]
     y = [a + np.flip(a) / 2 for a in x]
 
     def product(seed):
-        signs = [random_signs(seed, i, a.shape) for i, a in enumerate(x)]
+        signs = [random_signs(seed, i, a) for i, a in enumerate(x)]
         return jnp.mean(inner(x, signs) * inner(y, signs))
 
     found = jax.jit(lambda: jax.vmap(product)(jax.random.bits(KEY, (10_000,), jnp.uint32)))()
-    truth = sum(np.vdot(a, b) for a, b in zip(x, y, strict=True))
+    truth = sum(np.vdot(a, b).real for a, b in zip(x, y, strict=True))
     assert abs(np.mean(found) - truth) < 4 * np.std(found) / 100
     assert np.std(found) < 0.6 * truth

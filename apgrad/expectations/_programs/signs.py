@@ -1,6 +1,6 @@
 """Random signs in factors: tensors of +1 and -1, made of one factor for each axis.
 
-    signs = random_signs(seed, number, shape)      # z_k[i, j, ...] = s_k u_k[i] v_k[j] ..., for k = 1 .. NUMBER
+    signs = random_signs(seed, number, array)      # z_k[i, j, ...] = s_k u_k[i] v_k[j] ..., for k = 1 .. NUMBER
     products = inner([array], [signs])             # <array, z_k>, (NUMBER,)
 
 The z_k are uncorrelated, as sketches need (`uses.py`), and <a (x) b, z_k> is two short products, (a . u_k)(b . v_k).
@@ -28,11 +28,13 @@ class Factors(NamedTuple):
     axes: tuple[Any, ...]  # for each axis the factors, (NUMBER, size of the axis), or None for ones
 
 
-def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
+def random_signs(seed: jax.Array, number: int, like: Any) -> Factors:
     """Signs for one array of parameters: the same for the same seed and number, uncorrelated with all others.
 
-    Arrays share the factors of axes of equal size, so that products are made once; each has a sign of its own.
+    Arrays share the factors of axes of equal size, so that products are made once; each has a sign of its own. Every
+    other sign for complex numbers is imaginary, so that half of the products are of real parts, and half of imaginary.
     """
+    shape = jnp.shape(like)
 
     def signs(name, size):
         # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
@@ -41,11 +43,16 @@ def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
         return 1 - 2 * (bits >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
 
     axes = [signs(2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
-    return Factors(signs(number + 1, 1)[:, 0], tuple(axes))
+    scale = signs(number + 1, 1)[:, 0]
+    if jnp.iscomplexobj(like):
+        scale, *axes = (x.astype(like.dtype) for x in (scale, *axes))
+        scale = scale * jnp.array([2**0.5, 2**0.5 * 1j] * (NUMBER // 2), like.dtype)
+    return Factors(scale, tuple(axes))
 
 
 def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
-    return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
+    """The real part of the products, as JAX pairs messages and derivatives."""
+    return sum((jnp.real(_inner(x, z)) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
 
 
 def _hash(x):

@@ -255,7 +255,6 @@ class _Sketch(_Replay):
         operands, messages = next(self.of_uses)
         arrays = self.arrays(values, operands)
         shapes = jax.eval_shape(lambda *arrays: list(function(*arrays)), *arrays)
-        # What is complex on its way comes back as real numbers: the derivatives of messages times outputs.
         self.found = self.found + jnp.real(self._of_use(function, values, arrays, eqn, messages, shapes))
         return [None] * len(shapes)
 

@@ -83,8 +83,7 @@ def to_arguments(
         return [*fixed, *(Value(ValueKind.LANE, x) for x in lane)]
 
     def sketched(operands, to_uses, numbers):
-        _require_real(traced.what, [shared[i] for i in chosen])
-        signs = [random_signs(memory.seed, i, shared[i].shape) for i in chosen]
+        signs = [random_signs(memory.seed, i, shared[i]) for i in chosen]
         signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
         return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
 
@@ -93,8 +92,7 @@ def to_arguments(
             rows = [to_lane[i] for i in moving]
             if _is_exact(rows):
                 return moments.real_row(rows)
-            _require_real(traced.what, rows)
-            signs = [random_signs(memory.seed, i, x.shape) for i, x in enumerate(rows)]
+            signs = [random_signs(memory.seed, i, x) for i, x in enumerate(rows)]
             return inner(rows, signs) * NUMBER**-0.5
         if not _is_exact([x for x in shared[:arguments] if is_inexact(x)]):
             return sketched(operands, to_uses, chosen)
@@ -144,9 +142,3 @@ def _is_exact(arrays):
 
 def _size(arrays):
     return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in arrays)
-
-
-def _require_real(what, arrays):
-    if any(map(jnp.iscomplexobj, arrays)):
-        dtypes = f"got dtypes {sorted({str(x.dtype) for x in arrays})}. Give real and imaginary parts as own arrays."
-        raise TypeError(f"{what}: more than {EXACT} parameters are sketched, and a sketch is of real numbers; {dtypes}")

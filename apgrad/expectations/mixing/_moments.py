@@ -130,7 +130,7 @@ def cells(inputs: Any, lanes: int, number: int) -> jax.Array:
         return jnp.zeros(lanes, int)
     x = _standardized(jax.vmap(real_row)(leaves).astype(jnp.float32))
     if x.shape[1] > NUMBER:
-        signs = random_signs(jnp.uint32(0), 0, x.shape[1:])
+        signs = random_signs(jnp.uint32(0), 0, x[0])
         x = _standardized(jax.vmap(lambda row: inner([row], [signs]))(x))
     points = np.random.default_rng(0).normal(size=(number, x.shape[1])).astype(np.float32)
     return jnp.argmin(np.sum(points**2, 1)[None] - 2 * x @ points.T, axis=1)
