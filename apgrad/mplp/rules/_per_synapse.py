@@ -23,7 +23,7 @@ has a fault: biases are about 1e-3 while it is fitted, so their scale comes out 
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,6 @@ class PerSynapse(MadeForSites):
         self.message_size, self.gradient, self.share, self.record = message_size, gradient, share, False
         sites = self.remember(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
-        self.scales, self.means = nnx.Dict({}), nnx.Dict({})
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
@@ -84,10 +83,7 @@ class PerSynapse(MadeForSites):
                 if own not in self.cells:
                     self.cells[own] = CELLS[cell](width, message_size, hidden, layers, updates, rngs)
                 if pair not in self.standardizers:
-                    self.standardizers[pair] = Standardizer(groups)
-                    if updates:
-                        self.means[pair] = Fixed(jnp.zeros((), float))
-                        self.scales[pair] = nnx.Param(jnp.asarray(SCALE, float))
+                    self.standardizers[pair] = Standardizer(groups, updates)
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each synapse and example."""
@@ -105,7 +101,7 @@ class PerSynapse(MadeForSites):
         parts = {}
         for part, _, _ in self._parts(site):
             own, pair = self._keys(site, part)
-            parts[part] = _Part(self.cells[own], self.standardizers[pair], self.scales.get(pair), self.means.get(pair))
+            parts[part] = self.cells[own], self.standardizers[pair]
         return _PerSynapseAt(parts, self.gradient, self.record)
 
     def _parts(self, site: Site) -> list[tuple[str, int, int]]:
@@ -124,11 +120,13 @@ class PerSynapse(MadeForSites):
 
 
 class Standardizer(nnx.Module):
-    """A fitted shift and a fitted scale for each group of features; the identity at first."""
+    """A shift and a scale for each group of features, the identity at first; of an update the scale a and mean o."""
 
-    def __init__(self, groups: int):
+    def __init__(self, groups: int, updates: bool):
         self.shift = Fixed(jnp.zeros(groups, float))
         self.scale = Fixed(jnp.ones(groups, float))
+        self.factor: Any = nnx.Param(jnp.asarray(SCALE, float)) if updates else nnx.data(None)
+        self.mean: Any = Fixed(jnp.zeros((), float)) if updates else nnx.data(None)
 
 
 def _statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -184,18 +182,9 @@ class _TwoMlps(nnx.Module):
 CELLS = {"gru": _GruCell, "two_grus": _TwoGrus, "mlp": _TwoMlps}
 
 
-class _Part(NamedTuple):
-    """What is learned at a place for its weights, for its biases, or for its message alone."""
-
-    cell: Any
-    standardizer: Standardizer
-    scale: Any  # of the update; None where a part makes a message alone
-    mean: Any  # likewise
-
-
 @struct.dataclass
 class _PerSynapseAt:
-    parts: dict[str, _Part]
+    parts: dict[str, tuple[Any, Standardizer]]  # the cell and the standardizer of weights, of biases, or of a message
     gradient: bool = struct.field(pytree_node=False)
     record: bool = struct.field(pytree_node=False)
 
@@ -223,16 +212,15 @@ class _PerSynapseAt:
         return Answer(jnp.mean(synapses, axis=2), update, bias, new)
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
-        cell, own, factor, mean = self.parts[part]
+        cell, own = self.parts[part]
         shift, scale = _statistics(inputs) if self.record else (own.shift[...], own.scale[...])
         standardized = [(x + shift[i]) * scale[i] for i, x in enumerate(inputs)]
         update, message, carry = in_chunks(cell, standardized, state[part]["carry"], CHUNK)
-        centre = jnp.zeros(()) if mean is None else mean[...]
-        new = {"carry": carry}
+        centre, new = jnp.zeros(()) if update is None else own.mean[...], {"carry": carry}
         if self.record:
-            centre = jnp.zeros(()) if update is None else jnp.mean(update)
+            centre = centre if update is None else jnp.mean(update)
             new["seen"] = {"shift": shift, "scale": scale, "mean": centre}
-        return None if update is None else (update - centre) * factor[...], message, new
+        return None if update is None else (update - centre) * own.factor[...], message, new
 
     def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
         return [message, gradient[..., None]] if self.gradient else [message]
@@ -276,9 +264,8 @@ def fit_standardizers(
         new = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0), *each)
         if max_scale is not None:
             new["scale"] = jnp.minimum(new["scale"], max_scale)
-        own, mean = fitted.standardizers[key], fitted.means.get(key)
-        for variable, value in ((own.shift, new["shift"]), (own.scale, new["scale"]), (mean, new["mean"])):
-            if variable is not None:
+        for name, value in new.items():
+            if (variable := getattr(fitted.standardizers[key], name)) is not None:
                 variable[...] = variable[...] * (1 - blend) + blend * value
     return fitted
 
@@ -321,10 +308,11 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     for site in sites:
         for part in parts[site.name]:
             place = site.name + part
-            networks, own = rule._keys(site, part.removeprefix("/") or "message")
-            wanted |= {f"{place}/standardizer/{n}": getattr(rule.standardizers[own], n) for n in ("shift", "scale")}
+            networks, pair = rule._keys(site, part.removeprefix("/") or "message")
+            own = rule.standardizers[pair]
+            wanted |= {f"{place}/standardizer/shift": own.shift, f"{place}/standardizer/scale": own.scale}
             if part:
-                wanted |= {f"{place}/output/scale": rule.scales[own], f"{place}/output/mean": rule.means[own]}
+                wanted |= {f"{place}/output/scale": own.factor, f"{place}/output/mean": own.mean}
             cell = rule.cells[networks]
             if not stateless:
                 wanted |= _of_gru(cell.gru, f"shared{part}/gru" if shared and part else f"{place}/gru")
