@@ -1,7 +1,7 @@
 """The outer loop: many outer steps in one jitted function, on one device or many.
 
 All calls run one program, and a checkpoint follows each: so a run that was killed and goes on ends with the same bits.
-How it goes is told by TensorBoard's files and a progress bar (both are a `log` of `train`), and by a file of all steps.
+How it goes is told by a progress bar, a file of all steps, and a `log`, such as TensorBoard's files.
 """
 
 import contextlib
@@ -218,7 +218,7 @@ def train(
         step = int(training.step)
         if table is not None:
             begin_metrics(table, step)
-        logs = [f for f in (log, show_progress(step, steps) if progress and step < steps else None) if f is not None]
+        bar = stack.enter_context(progress_bar("meta-training", steps, step, shown=progress and step < steps))
 
         def record(step, training, metrics):
             if table is not None:
@@ -226,8 +226,10 @@ def train(
             if checkpoints is not None:
                 checkpoints.save(step, training)
             means = {name: float(np.mean(values)) for name, values in metrics.items()}
-            for f in logs:
-                f(step, {**means, "skipped": float(training.skipped)})
+            bar.set_postfix(loss=f"{means['loss']:.4g}", skipped=int(training.skipped), refresh=False)
+            bar.update(step - bar.n)
+            if log is not None:
+                log(step, {**means, "skipped": float(training.skipped)})
 
         return _loop(outer_steps(outer, optimizer, every), training, steps, record)
 
@@ -286,18 +288,6 @@ def tensorboard(folder: str | Path) -> Log:
         writer.flush()
 
     weakref.finalize(log, writer.close)
-    return log
-
-
-def show_progress(step: int, steps: int) -> Log:
-    bar = progress_bar("meta-training", steps, step)
-
-    def log(step, metrics):
-        bar.set_postfix(loss=f"{metrics['loss']:.4g}", skipped=int(metrics["skipped"]), refresh=False)
-        bar.update(step - bar.n)
-        if step >= steps:
-            bar.close()
-
     return log
 
 

@@ -210,8 +210,7 @@ class Rewired:
                 continue
             # What is inside of a site that another rule takes was not offered.
             _require_taken(what, member, planned(lambda site: False))
-            up_to = members[: i + 1]
-            if any(map(member.where, planned(lambda site, up_to=up_to: any(r.where(site) for r in up_to)))):
+            if any(map(member.where, planned(_Any(members[: i + 1])))):
                 raise ValueError(
                     f"{what} takes no site: the sites around its own are offered before them, and later rules take "
                     f"these: {planner.taken}. Let the later rules take other sites (where=)."
@@ -244,9 +243,9 @@ def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
             )
 
 
-def _members(rule: Rule) -> list[Rule]:
+def _members(rule: Rule) -> tuple[Rule, ...]:
     """The rules of which `first_of` made a rule, or the rule itself."""
-    return [m for each in rule.where.rules for m in _members(each)] if isinstance(rule.where, _Any) else [rule]
+    return sum(map(_members, rule.where.rules), ()) if isinstance(rule.where, _Any) else (rule,)
 
 
 def _warn_idle(rule: Rule, planner: Planner) -> None:
