@@ -1,6 +1,7 @@
 """A budget is kept or refused, whatever the program and whatever is differentiated; and what takes more is named."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
+from apgrad._programs.jaxprs import restrict
 from apgrad.memory import _report as report_module
 from apgrad.memory._budget import _along_the_hull
 from tests.memory.unbiased import KEY, remembered
@@ -33,25 +35,20 @@ def test_a_budget_is_kept_or_refused(program, parts):
     x = jnp.ones((64, 32))
     weights = [0.1 * jax.random.normal(jax.random.key(i), (32, 32)) for i in range(len(program))]
 
-    def loss(weights, x):
+    def loss(*weights):
+        h = x
         for (kind, _), w in zip(program, weights, strict=True):
-            x = step(kind, x, w)
-        return jnp.sum(x**2)
+            h = step(kind, h, w)
+        return jnp.sum(h**2)
 
-    def partial(function):
-        def restricted(some):
-            given = iter(some)
-            return function([next(given) if d else w for (_, d), w in zip(program, weights, strict=True)], x)
-
-        return restricted
-
-    some = [w for (_, d), w in zip(program, weights, strict=True) if d]
-    if not some:
+    chosen = [i for i, (_, differentiated) in enumerate(program) if differentiated]
+    if not chosen:
         return
-    budget = remembered(partial(loss), some) // parts
-    random = ap.randomize(loss, budget_bytes=budget)
+    function, some = restrict(loss, weights, chosen)
+    budget = remembered(function, *some) // parts
+    random, _ = restrict(functools.partial(ap.randomize(loss, budget_bytes=budget), KEY), weights, chosen)
     try:
-        used = remembered(partial(lambda *a: random(KEY, *a)), some)
+        used = remembered(random, *some)
     except ValueError as error:
         assert "cannot be kept" in str(error)
     else:
