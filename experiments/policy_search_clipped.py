@@ -97,7 +97,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         curves[task] = {name: policies.of_groups(mine, name, groups) for name in METHODS}
         ends = {name: _end(costs, config.steps) for name, costs in curves[task].items()}
         best = min((name for name in METHODS if name in PLAIN), key=lambda name: ends[name].mean())
-        figures[task] = {"seeds": len(ends[best]), "best_plain": best, "total_propagation": {}}
+        quartiles = {n: np.percentile(c, (25, 50, 75), 0, method="higher") for n, c in curves[task].items()}
+        figures[task] = {"seeds": len(ends[best]), "best_plain": best, "quartiles": quartiles, "total_propagation": {}}
         for steps, cut in itertools.product((config.steps, config.long), ("lanes", "growth")):
             more = np.subtract(*(_end(curves[task][f"{m}, {cut} clipped"], steps) for m in ("TP", "RP")))
             figures[task]["total_propagation"][f"{cut}_after_{steps}"] = policies.mean(config, "more", more)
@@ -119,8 +120,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     row |= policies.mean(config, f"{which}_in_time", _end(costs, blocks * EVERY))
             rows.append(row)
     columns = ("rate", "after_60", "cost", "cost_in_time", "cost_long", "cost_long_in_time", "steps", "success")
-    table = harness.table(rows, "task", "method", *columns)
-    return harness.Report(figures, rows, table, _picture(config, rows, curves))
+    return harness.Report(
+        figures, rows, harness.table(rows, "task", "method", *columns), _picture(config, rows, curves)
+    )
 
 
 def _end(costs, steps):
