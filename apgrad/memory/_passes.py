@@ -169,7 +169,8 @@ def _waits(slot: Slot, copies: bool) -> bool:
 
     A barrier writes out a message of copies, such as a mean's: then only what is packed waits for it.
     """
-    return slot.how in ("sampled", "bits") or not (copies or slot.how == "nested")
+    is_key = jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
+    return slot.how in ("sampled", "bits") or not (copies or is_key or slot.how == "nested")
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
