@@ -49,12 +49,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    function: Callable[..., Any],
-    *args: Any,
-    budget_bytes: int,
-    argnums: int | Sequence[int] = 0,
-    variance: float = 1.0,
-    min_size: int = 512,
+    function: Callable[..., Any], *args: Any, budget_bytes: int, argnums: int | Sequence[int] = 0, variance: float = 1.0
 ) -> Plan:
     """The function with a reverse pass that needs at most so many bytes of compiled memory, exact if that can be.
 
@@ -69,8 +64,7 @@ def plan(
         a CPU barriers are kept, see `memory_report`.
       argnums: the arguments to differentiate with respect to, as in `jax.grad`.
       variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4, and
-        with 0 the plan is exact.
-      min_size: as in `randomize`.
+        with 0 the plan is exact. Arrays of fewer than 512 entries, over all steps of scans, are not rounded.
 
     Raises:
       ValueError: if the budget cannot be kept, with the smallest that was found; for a bad number.
@@ -85,7 +79,6 @@ def plan(
       ('recompute', True)
     """
     number("budget_bytes", budget_bytes)
-    number("min_size", min_size)
     number("variance", variance)
     numbers = chosen_numbers(argnums, len(args))
     trials: list[Trial] = []
@@ -100,7 +93,7 @@ def plan(
 
     if compiled("keep", 0.0, 0.0, lambda key, *args: function(*args)).peak_bytes <= budget_bytes:
         return finished(trials[0])
-    plans = recorded(function, args, numbers, min_size)
+    plans = recorded(function, args, numbers)
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
     best: Trial | None = None

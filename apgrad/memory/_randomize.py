@@ -185,7 +185,7 @@ def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...
 Recorded = list[tuple[str, MemoryPlan]]
 
 
-def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int) -> Recorded:
+def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int = 512) -> Recorded:
     """The plans that remember everything: of stretches by scope, last of the whole, with respect to these arguments."""
     leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
