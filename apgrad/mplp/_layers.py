@@ -88,10 +88,9 @@ def _function(function: Callable[..., Any]) -> Layer:
         return Layer("softmax", {}, lambda place, _, s: elementwise.softmax(place, s))
 
     def apply(place, _, signal):
-        x = jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)
-        if jax.eval_shape(function, x).shape == x.shape and not moves(function, x):
-            return elementwise.activation(place, function, signal)
-        return wire(function, signal)  # a reshape, a reversal, a pooling: messages go back by its Jacobian
+        if moves(function, jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)):
+            return wire(function, signal)  # a reshape, a reversal, a pooling: messages go back by its Jacobian
+        return elementwise.activation(place, function, signal)
 
     return Layer("activation", {}, apply)
 

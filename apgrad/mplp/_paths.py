@@ -183,8 +183,11 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
 
 
 def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
-    """Whether a function of one array is linear up to a constant, and not elementwise. A reversal is an example."""
-    program, start, moving = trace(function, x)[0], frozenset({(WIRED, "")}), set[str]()
+    """Whether what a function of an array makes has another shape, or is linear in the array and not elementwise.
+
+    A constant may be added to it. A reversal is an example.
+    """
+    (program, made), start, moving = trace(function, x), frozenset({(WIRED, "")}), set[str]()
 
     def through(eqn, facts):
         name, together, inside = eqn.primitive.name, NOTHING.union(*facts), nested(eqn)
@@ -196,8 +199,9 @@ def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
         chosen = name in kinds.NO_DERIVATIVE and together  # by the array's values
         return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together)] * len(eqn.outvars)
 
-    made = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
-    return bool(moving) and all(fact and (WIRED, NONLINEAR) not in fact for fact in made)
+    facts = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
+    linear = all(fact and (WIRED, NONLINEAR) not in fact for fact in facts)
+    return made.shape != x.shape or (bool(moving) and linear)
 
 
 def _held(fact: Fact) -> Fact:

@@ -214,9 +214,8 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
     except (TypeError, ValueError) as error:
         loss_of(Places(rule, forward=rule.message_size))  # raises the same error again, unless it comes of the size
         raise TypeError(
-            f"the network fits messages of the size {rule.message_size} alone: it has a function of a signal along the "
-            "last axis, which of a port holds the components of messages, or a signal that places.signal(x) has not "
-            f"made. With another size: {error}"
+            f"the network fits messages of the size {rule.message_size} alone: it has a function of a signal outside "
+            f"of mplp.wire, or a signal that places.signal(x) has not made. With another size: {error}"
         ) from error
     walk = require_messages(program, params, size)
     warn_outside(rule, places, multiplies=walk.multiplies, dense_twice=walk.dense_twice)

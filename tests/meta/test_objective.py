@@ -78,7 +78,7 @@ def setting(options):
         length = int(jax.random.randint(jax.random.split(key, 4)[3], (), options["shortest"], T + 1))
     fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
     loss = lambda theta: documented(task, theta, key, options, length)
-    return fixed, theta, key, jax.jit(jax.value_and_grad(loss))(theta)
+    return fixed, theta, key, jax.jit(jax.value_and_grad(loss))
 
 
 def described(options):
@@ -88,7 +88,8 @@ def described(options):
 @cases("options", {described(case): case for case in CASES}, long=[described(case) for case in CASES[1:]])
 def test_derivatives_are_those_of_the_documented_loss(x64, options):
     """Reverse and forward mode, and a truncation as long as the unroll, which holds the state at its start constant."""
-    problem, theta, key, (loss, truth) = setting(options)
+    problem, theta, key, documented_at = setting(options)
+    loss, truth = documented_at(theta)
     makers = [meta.reverse_mode, meta.forward_mode, lambda p: meta.truncated(p, T, stagger=False)]
 
     @jax.jit
@@ -109,7 +110,8 @@ def first(outer, theta, key):
 @pytest.mark.long
 def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
     """Of a trained prior too, which acts on the start alone. A persistent one of a single segment is `evolution`."""
-    problem, theta, _, (_, truth) = setting(CASES[0])
+    problem, theta, _, documented_at = setting(CASES[0])
+    _, truth = documented_at(theta)
     makers = meta.persistent_evolution, meta.truncated_evolution
     # So small a sigma that what is smoothed is the loss itself.
     estimators = [make(problem, T, sigma=1e-4, stagger=False) for make in makers]
