@@ -527,6 +527,13 @@ def test_large_targets_are_sketched(monkeypatch):
     assert 0.8 < ratio < 1.25, ratio
 
 
+def test_parameters_of_any_dtype_are_sketched_in_strict_modes():
+    node = ap.stochastic(ap.total_propagation())(lambda w: dist.Normal(jnp.sum(jnp.abs(w)), 1.0))
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        for dtype in ("float64", "float32", "bfloat16", "complex128"):
+            assert jax.eval_shape(ap.grad(paid(node), lanes=4), KEY, jnp.ones((5, 4), dtype)).dtype == dtype
+
+
 def test_errors():
     def error(match, program):
         refused(ValueError, match, lambda: jax.eval_shape(ap.grad(program, 4, cross_fit=True), KEY, 0.5))

@@ -40,12 +40,11 @@ def random_signs(seed: jax.Array, number: int, like: Any) -> Factors:
         # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
         start = _hash(seed + jnp.uint32(name * 0x9E3779B9 % 2**32))
         bits = _hash(lax.iota(jnp.uint32, size) * jnp.uint32(0x9E3779B1) ^ start)
-        return 1 - 2 * (bits >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
+        return 1 - 2 * (bits[None] >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
 
     axes = [signs(2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
     scale = signs(number + 1, 1)[:, 0]
     if jnp.iscomplexobj(like):
-        scale, *axes = (x.astype(like.dtype) for x in (scale, *axes))
         scale = scale * jnp.array([2**0.5, 2**0.5 * 1j] * (NUMBER // 2), like.dtype)
     return Factors(scale, tuple(axes))
 

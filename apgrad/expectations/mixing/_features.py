@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from apgrad._ground.messages import Static
 from apgrad._programs.jaxprs import is_inexact, place, trace
 from apgrad.expectations._channels import Visit
+from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations._programs import uses
 from apgrad.expectations._programs.signs import NUMBER, inner, random_signs
 from apgrad.expectations._programs.uses import Value, ValueKind
@@ -87,6 +88,7 @@ def to_arguments(
         signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
         return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
 
+    @standard_promotion()  # of signs, which are float32, and parameters
     def features(operands, to_uses, to_lane):
         if not chosen:
             rows = [to_lane[i] for i in moving]
