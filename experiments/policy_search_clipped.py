@@ -43,7 +43,7 @@ for name, colour in (("RP, lanes clipped", "#e7298a"), ("multilevel", "#1b9e77")
     METHODS[growth] = METHODS[name]._replace(growth_only=True, colour=colour)
 
 
-class Config(harness.Config):
+class Config(harness.Config, least={"warm_up": 0}, among={"tasks": TASKS}):
     """Options of this experiment."""
 
     tasks: tuple[str, ...] = ("every step",)  # names in `policy_search.TASKS`.
@@ -60,8 +60,9 @@ class Config(harness.Config):
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
-        if self.steps % EVERY or self.long % EVERY or not 5 * EVERY <= self.steps <= self.long or self.warm_up < 0:
-            raise ValueError(f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, and warm_up >= 0")
+        super().__post_init__()
+        if self.steps % EVERY or self.long % EVERY or not 5 * EVERY <= self.steps <= self.long:
+            raise ValueError(f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, long the larger one")
 
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

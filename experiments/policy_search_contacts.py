@@ -2,6 +2,7 @@
 
     python -m experiments.policy_search_contacts                   # smaller: fewer steps, seeds and rates; two minutes
     python -m experiments.policy_search_contacts --preset paper
+    python -m experiments.policy_search_contacts --preset paper --warm_up 20 --seed 1
 
 The simulator is `parts/puck.py`: each contact with a round post scatters, and the pathwise gradient through an episode
 explodes. The policy is a network of two hidden layers, from place and velocity to two forces; the cost is the mean over
@@ -48,7 +49,7 @@ OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library'
 
 class Config(
     harness.Config,
-    least={"seeds": 2, "estimates": 2},
+    least={"seeds": 2, "estimates": 2, "warm_up": 0},
     multiple={"horizon": policies.SEGMENT},
     among={"methods": METHODS},
 ):
@@ -60,6 +61,7 @@ class Config(
     lanes: int = 100  # trajectories for each gradient.
     steps: int = 50  # of Adam.
     rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
+    warm_up: int = 0  # the first steps of Adam, over which the rate rises to its own.
     tuning: int = 1  # seeds on which they are chosen.
     groups: int = 1  # how many groups of other seeds.
     seeds: int = 2  # of a group.
@@ -85,11 +87,11 @@ PUCK = policies.System((4, 2), puck.start, step, puck.cost)
 
 
 @functools.cache
-def _training(name, units, horizon, lanes):
+def _training(name, units, horizon, lanes, warm_up):
     if name != SHAC:
-        return policies.training(PUCK, METHODS[name], units, TASK, horizon, lanes)
+        return policies.training(PUCK, METHODS[name], units, TASK, horizon, lanes, warm_up)
     new_policy = functools.partial(policies.policy, PUCK, units)
-    return policies.compiled(actor_critic.learner(PUCK, horizon, new_policy, lanes, policies.SEGMENT, units))
+    return policies.compiled(actor_critic.learner(PUCK, horizon, new_policy, lanes, policies.SEGMENT, units, warm_up))
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -101,7 +103,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     if cell["method"] == EXPLOSION:
         return _explosion(config, policies.seed_keys(config)[config.tuning :][:4])
     rate, keys = policies.tuned(config, cell)
-    learner = _training(cell["method"], config.units, config.horizon, config.lanes)
+    learner = _training(cell["method"], config.units, config.horizon, config.lanes, config.warm_up)
     evaluate = policies.evaluation(PUCK, TASK, config.horizon)
     found, seconds = policies.curves(learner, evaluate, keys, rate, config.steps // EVERY, EVERY)
     return {"rate": rate, **found, "seconds": seconds}
@@ -150,8 +152,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 def _picture(config, rows, curves):
     figure, ((place, *axes),) = harness.panels(1, 3, (15, 4.6))
-    how = f"{config.lanes} lanes, H = {config.horizon}, rates tuned; mean of {rows[0]['seeds']} seeds, 95 % intervals"
-    figure.suptitle(f"Policies push a puck to the middle of six posts; {how}")
+    how = f"H = {config.horizon}, {config.lanes} lanes, rates tuned, warm-up {config.warm_up}; mean, 95 % intervals"
+    figure.suptitle(f"{rows[0]['seeds']} policies push a puck to the middle of six posts; {how}")
     _trajectories(place)
     policies.plot(axes, rows, curves, METHODS, EVERY, config, {row["method"]: row["seconds_a_step"] for row in rows})
     axes[0].set(xlabel="steps of Adam, each of as many simulated steps", ylabel="cost")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.parts import networks
-from experiments.parts.policies import CLIP, Learning, System
+from experiments.parts.policies import CLIP, Learning, System, adam
 
 GAMMA, LAMBDA, PASSES, BATCHES, RATE, FOLLOW = 0.99, 0.95, 16, 4, 1e-3, 0.8
 
@@ -42,10 +42,11 @@ def goals(costs: jax.Array, values: jax.Array) -> jax.Array:
     return jax.lax.scan(back, values[-1], (costs, values), reverse=True)[1]
 
 
-def learner(system: System, horizon: int, new_policy: Any, lanes: int, window: int, units: int) -> Learning:
+def learner(
+    system: System, horizon: int, new_policy: Any, lanes: int, window: int, units: int, warm_up: int = 0
+) -> Learning:
     """A step is as many windows as an episode has; the actor's gradients are clipped by their norm."""
-    clipped = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam())
-    actor, fitting = optax.apply_if_finite(clipped, 10**9), optax.adam(RATE)
+    actor, fitting = adam(CLIP, warm_up * (horizon // window)), optax.adam(RATE)
 
     def init(key):
         policy, (place, begin, other) = new_policy(key), jax.random.split(jax.random.fold_in(key, 1), 3)

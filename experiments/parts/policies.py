@@ -101,11 +101,16 @@ class Learning(NamedTuple):
     step: Callable[..., Any]
 
 
-def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float, warm_up: int = 0) -> Learning:
-    """Adam on an expected cost, whose rate rises linearly over the first `warm_up` steps."""
+def adam(clip: float, warm_up: int) -> optax.GradientTransformation:
+    """Adam without its rate, which rises linearly over the first `warm_up` updates, on gradients clipped by norm."""
     clipped = optax.clip_by_global_norm(clip) if clip else optax.identity()
     rise = optax.scale_by_schedule(optax.linear_schedule(1 / warm_up, 1, warm_up)) if warm_up else optax.identity()
-    optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam(), rise), 10**9)
+    return optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam(), rise), 10**9)
+
+
+def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float, warm_up: int = 0) -> Learning:
+    """Adam on an expected cost."""
+    optimizer = adam(clip, warm_up)
 
     def start(key, *args):
         parameters = init(key)

@@ -128,7 +128,7 @@ POLICY = "--lanes 4 --rates 0.001 0.01"
 SEARCH = f"{POLICY} --horizon 3 --units 4 --iterations 5 --evaluations 5 --seeds 2"
 CLIPPED = f"{POLICY} --horizon 3 --tasks 'last step' --units 4 --steps 5 --long 6 --seeds 2 --warm_up 2"
 CONTACTS = f"{POLICY} --horizon 10 --units 4 --steps 5 --estimates 3 "
-CONTACTS += f"--methods RP {policy_search_contacts.SHAC} multilevel"
+CONTACTS += f"--methods RP {policy_search_contacts.SHAC} multilevel --warm_up 2"
 CARTPOLE = "--episodes 2 --iterations 3 --particles 4 --repetitions 2"
 ERRORS = "--policies 1 --stages 0 1 --units 4 --horizon 3 --lanes 4 --estimates 5 --reference 6"
 
