@@ -43,20 +43,14 @@ for name, colour in (("RP, lanes clipped", "#e7298a"), ("multilevel", "#1b9e77")
     METHODS[growth] = METHODS[name]._replace(growth_only=True, colour=colour)
 
 
-class Config(harness.Config, least={"warm_up": 0}, among={"tasks": TASKS}):
+class Config(policies.Config, among={"tasks": TASKS}):
     """Options of this experiment."""
 
     tasks: tuple[str, ...] = ("every step",)  # names in `policy_search.TASKS`.
     units: int = 64  # the width of the policy's hidden layers.
     horizon: int = 50  # H, the number of steps of an episode.
-    lanes: int = 100  # trajectories for each gradient.
     steps: int = 100  # of Adam, for tuning and for the first reading.
     long: int = 100  # steps of Adam for the second reading.
-    rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
-    warm_up: int = 0  # the first steps of Adam, over which the rate rises to its own.
-    tuning: int = 1  # seeds on which they are chosen.
-    groups: int = 1  # how many groups of other seeds.
-    seeds: int = 2  # of a group.
 
     def __post_init__(self):
         """Refuses what cannot be measured."""

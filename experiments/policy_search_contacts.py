@@ -48,23 +48,14 @@ OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library'
 
 
 class Config(
-    harness.Config,
-    least={"seeds": 2, "estimates": 2, "warm_up": 0},
-    multiple={"horizon": policies.SEGMENT},
-    among={"methods": METHODS},
+    policies.Config, least={"estimates": 2}, multiple={"horizon": policies.SEGMENT}, among={"methods": METHODS}
 ):
     """Options of this experiment."""
 
     methods: tuple[str, ...] = tuple(METHODS)  # names in `METHODS`, RP among them, whose time is the unit.
     units: int = 32  # the width of the hidden layers of the policy, and of SHAC's critic.
     horizon: int = 60  # H, the number of steps of an episode.
-    lanes: int = 100  # trajectories for each gradient.
     steps: int = 50  # of Adam.
-    rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
-    warm_up: int = 0  # the first steps of Adam, over which the rate rises to its own.
-    tuning: int = 1  # seeds on which they are chosen.
-    groups: int = 1  # how many groups of other seeds.
-    seeds: int = 2  # of a group.
     estimates: int = 20  # gradients of each untrained policy.
 
     def __post_init__(self):

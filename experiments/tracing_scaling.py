@@ -46,6 +46,7 @@ class Config(harness.Config):
     repeats: int = 5  # timings of each.
 
     def __post_init__(self):
+        super().__post_init__()
         if min(len(self.layers), self.diamonds, len(self.sizes), len(self.batches)) < 3 or self.repeats < 2:
             raise ValueError("a line wants three points in each family, and repeats at least 2")
 

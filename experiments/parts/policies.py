@@ -22,6 +22,17 @@ from experiments.parts.turns import take_turns
 CLIP, SEGMENT = 0.1, 10
 
 
+class Config(harness.Config, least={"warm_up": 0, "seeds": 2}):
+    """Options of a study whose learning rates are tuned."""
+
+    lanes: int = 100  # trajectories for each gradient.
+    rates: tuple[float, ...] = (1e-2,)  # learning rates to choose from.
+    warm_up: int = 0  # the first steps of Adam, over which the rate rises to its own.
+    tuning: int = 1  # seeds on which rates are chosen.
+    groups: int = 1  # how many groups of other seeds.
+    seeds: int = 2  # of a group.
+
+
 class System(NamedTuple):
     """What is simulated, a lane a row."""
 
