@@ -35,7 +35,7 @@ NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
 # What a signal may go through outside of a `wire`.
-ARRANGING = {"broadcast_in_dim", "convert_element_type", "select_n", "squeeze", "transpose"}
+ARRANGING = {"broadcast_in_dim", "convert_element_type", "squeeze", "transpose"}
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
@@ -88,6 +88,8 @@ class Walk:
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
             if pair and name.startswith("custom_vjp"):
                 return [together - {DENSE}] * len(eqn.outvars)
+            if inside.kind in ("scan", "while", "cond"):  # one of its own may make other steps, or take another branch
+                facts[:] = [fact | _by(f"{name} {id(eqn)}", _of_signals(fact)) for fact in facts]
             return None
         if name in kinds.VIEW:
             self.outside[eqn.outvars[0]] = self.source(eqn.invars[0])
@@ -218,8 +220,7 @@ def _made(eqn, facts, together):
     linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
     if name in kinds.LINEAR_IN_EACH:
         linear = sum(bool(fact) for fact in facts) == 1
-    signals = any(origin and origin != WIRED and not origin.startswith("params") for origin, _ in together)
-    if not linear or (signals and name not in ARRANGING):
+    if not linear or (_of_signals(together) and name not in ARRANGING):
         return together | _by(NONLINEAR, together)
     return together | _by(_way(eqn), together)
 
@@ -235,6 +236,10 @@ def _way(eqn):
     elif name == "broadcast_in_dim":
         axes = sorted({*range(len(params["shape"]))} - {*params["broadcast_dimensions"]})
     return f"{name} {axes} by {numbers}"
+
+
+def _of_signals(fact):
+    return {pair for pair in fact if pair[0] not in ("", WIRED) and not pair[0].startswith("params")}
 
 
 def _by(function, fact):

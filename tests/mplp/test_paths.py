@@ -100,6 +100,7 @@ weight_again = lambda n: in_a_branch(n, lambda w: mplp.parameter(w.value), n.p["
 of_one_size = lambda n: mplp.wire(lambda a: jnp.stack([a[:3]] * 3), n.dense())
 added = lambda n, pair: each(jnp.add, n.at.signal(pair.value), pair)
 biased = lambda n: mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
+CUBE = jnp.ones((3, 3, 3))
 LAST = {  # of a port, which has one axis more, the components of a message are the last, of one component here
     "backwards": lambda a: a[..., ::-1],
     "and cut": lambda a: a[:2],
@@ -111,6 +112,9 @@ LAST = {  # of a port, which has one axis more, the components of a message are 
     "and repeated": lambda a: jnp.broadcast_to(a[..., None, :], (*a.shape[:-1], 3, a.shape[-1])),
     "and dropped out": lambda a: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0.0),
     "and dropped by an array": lambda a: jnp.where(np.ones(a.shape, bool), a, 0.0),
+    "and masked along its last axis": lambda a: jnp.where(jnp.zeros(a.shape[-1]).at[0].set(1) > 0, a, 0.0),
+    "and turned for each of its axes": lambda a: jax.lax.fori_loop(0, a.ndim, lambda _, a: a.swapaxes(0, 1), a),
+    "and turned in a branch": lambda a: jax.lax.cond(a.ndim > 3, lambda a: a.swapaxes(0, 1), lambda a: a, a),
 }
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
@@ -132,7 +136,7 @@ REFUSED = {
     "a branch chosen by its signal": (lambda n: n.loss(each(flipped, n.dense())), "is not linear"),
     **{
         f"a signal mapped {how}": (
-            lambda n, f=f: n.loss(each(f, of_one_size(n)), f(jnp.ones((3, 3, 3)))),
+            lambda n, f=f: n.loss(each(f, of_one_size(n)), f(CUBE)),
             "of mplp.wire",
         )
         for how, f in LAST.items()
@@ -161,7 +165,8 @@ RIGHT = {
     "a comparison in the loss": beside(lambda n, first, last: jnp.mean(jnp.where(first.value > 0, 1.0, 2.0))),
     "data": lambda n: n.loss(n.dense(signal=n.at.signal(n.x + jax.lax.stop_gradient(n.p["pos"].value)))),
     "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
-    "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
+    "a choice": lambda n: n.loss(mplp.wire(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
+    "a branch": lambda n: n.loss(in_a_branch(n, lambda s: each(lambda a: a.swapaxes(0, 1), s), of_one_size(n)), CUBE),
     "copies under vmap, moved": lambda n: n.loss(mplp.wire(lambda a: a[:, 0], twice(n, n.dense, out_axes=1))),
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
