@@ -12,7 +12,7 @@ from jax import lax
 import apgrad as ap
 from apgrad.expectations import _adaptive
 from apgrad.expectations.mixing import _moments as moments
-from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout
+from tests.expectations.programs import PUBLISHED, THETA, linear, linear_rollout, linear_truth, paid, rollout, walk
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -255,8 +255,35 @@ def test_argnums_aux_integers_and_keywords():
     assert aux["n"] == 4 and value > 1 and jnp.shape(to_scale) == () and set(to_theta) == {"a", "b"}
 
 
+@pytest.mark.long
+def test_at_the_edge_of_chaos_mixtures_better_both_by_their_own_weights_and_by_those_of_one_earlier_call():
+    weights = jnp.array([[-5.0, 5.0], [-25.0, 25.0]])
+
+    def chaotic(estimator):
+        make = lambda beta, x: dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), 1e-3).to_event(1)
+        start = lambda tape: jnp.tile(jnp.array([0.35, 0.55]), (tape.lanes, 1))
+        draw = lambda tape, beta: rollout(estimator, make, tape, beta, start(tape), 50)
+        return paid(draw, lambda x: jnp.sum((x - 1) ** 2, axis=-1) / 2)
+
+    found = lambda estimate: ap.testing.moments(estimate, KEY, 60, batch_size=6)
+    of = lambda e: found(lambda key: ap.grad(chaotic(e), 300)(key, 2.5))
+    rp, lr, tp = map(of, (ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()))
+    best = min(rp.variance, lr.variance)
+    assert tp.variance < best / 20 and abs(tp.mean - lr.mean) < 4 * np.hypot(tp.standard_error, lr.standard_error)
+    objective = ap.adaptive(chaotic(ap.total_propagation()), 300)
+    state = jax.jit(objective.init)(jax.random.key(5), 2.5)
+    assert found(lambda key: objective.value_and_grad(key, state, 2.5)[1]).variance < best / 20
+
+
 def scaled(theta, x, deviation=1.0):
     return dist.Normal(theta * x, deviation)
+
+
+def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
+    make = functools.partial(scaled, deviation=0.1)
+    cost = lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0
+    program = walk(ap.total_propagation(), make, 2, cost)
+    assert np.all(np.isfinite(jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5).moments))
 
 
 def test_errors():

@@ -210,6 +210,23 @@ def test_evaluations_are_as_many_as_the_estimator_says(row):
     assert [x.shape for x in given] == [(lanes, 2), (lanes,)]
 
 
+def test_the_samples_of_arms_avoid_each_other():
+    # With one sample in 4 a choice of probability 1/8 is never 1 twice; a fair coin's samples are 1 together with
+    # probability (2^(2/3) - 1)^3 = .2027 in place of 1/4.
+    @jax.jit
+    def samples(p):
+        drawn = []
+        costs = lambda xs: drawn.append(xs) or jnp.sum(xs, axis=-1).astype(jnp.float32)
+        ap.arms(4).estimate(dist.Bernoulli(probs=jnp.full((20_000, 1), p)), KEY, costs)
+        return drawn[0][..., 0]
+
+    for p, together in ((0.125, 0.0), (0.5, (2 ** (2 / 3) - 1) ** 3), (0.875, 0.75)):
+        xs = np.asarray(samples(p), float)
+        np.testing.assert_allclose(xs.mean(axis=1), p, atol=4 * np.sqrt(p * (1 - p) / 20_000))
+        both = np.mean(xs[0] * xs[1])
+        assert abs(both - together) <= 4 * np.sqrt(together * (1 - together) / 20_000) + 1e-6
+
+
 def test_lanes_without_a_choice_have_the_derivative_of_the_cost():
     # NumPyro's own check of categorical logits fails without elements.
     estimators = [row.estimator for row in FIRST.values() if row.estimator.name != "disarm_stick_breaking"]

@@ -128,6 +128,17 @@ def test_roundings_of_a_gradient_are_no_bias():
     assert row.biased and not row.rounding
 
 
+def test_few_estimates_of_many_elements_call_no_unbiased_gradient_biased():
+    # Rounding to one of two neighbours, some of them seldom: standard errors of 50 estimates are far off.
+    rng, size = np.random.default_rng(0), 20_000
+    chance, truth = rng.uniform(0.001, 0.999, size), rng.normal(size=size)
+    draws = lambda: truth + (rng.random((50, size)) < chance) - chance
+    row = row_of(draws(), truth)
+    assert not row.biased and row.off > 6  # one in 20,000 normal numbers is not at 6
+    assert not row_of(draws(), draws()).biased
+    assert row_of(draws() + 0.3, truth).biased
+
+
 def test_an_error_of_a_gradient_names_the_objective():
     def broken(key, x):
         raise RuntimeError("no simulator")
@@ -370,3 +381,13 @@ def test_a_program_without_nodes_that_are_weighed_as_a_whole_is_refused():
     pathwise = lambda estimator: one_node(ap.reparameterization())
     for words, build in (("use ap.stochastic", by_coordinate), ("no node weighed", pathwise)):
         refused(ValueError, words, diagnostics.node_variances, build, 10, KEY, 1.0)
+
+
+def test_growth_of_the_logistic_map(x64):
+    # x = sin^2(angle) doubles the angle: the derivative of t steps is 2^t sin(2^(t+1) angle) / sin(2 angle).
+    angle, t = 0.6, 20
+    found = diagnostics.perturbation_growth(lambda x, _: 4 * x * (1 - x), jnp.sin(angle) ** 2, length=t)
+    exact = t * np.log(2) + np.log(abs(np.sin(2 ** (t + 1) * angle) / np.sin(2 * angle)))
+    np.testing.assert_allclose(found.log_singular_values[0], exact, atol=1e-6)
+    found = diagnostics.perturbation_growth(lambda x, _: 4 * x * (1 - x), jnp.float64(0.3), length=20_000, rounds=1)
+    np.testing.assert_allclose(found.exponents[0], np.log(2), atol=1e-3)

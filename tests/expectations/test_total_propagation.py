@@ -380,6 +380,20 @@ def test_by_hand(folds, x64):
     np.testing.assert_allclose(to_x, out / lanes, rtol=1e-10)
 
 
+def test_the_estimator_is_linear_in_the_cost_after_the_join():
+    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.5))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        tape, (y, z) = tape.parallel(lambda t: node(t, theta, x), lambda t: node(t, theta, x))
+        return tape.cost(y * z)
+
+    # E[y z] = theta^2 E[x^2] = theta^2 (theta^2 + 1/4).
+    theta = 0.8
+    gradient = jax.grad(ap.expectation(program, 10, cross_fit=True), argnums=1)
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), 4 * theta**3 + theta / 2, KEY, 20_000)
+
+
 def test_where_nothing_is_weighed_nothing_changes(x64):
     # Reparameterization alone has no batch statistics, and keeps its derivatives of any order.
     theta = jax.tree.map(lambda x: x.astype(jnp.float64), THETA)

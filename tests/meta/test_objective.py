@@ -122,6 +122,12 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
     )
 
 
+def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
+    problem, theta, _, documented_at = setting(CASES[0] | {"shortest": None})
+    outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization())
+    close(jax.jit(outer)(theta, jax.random.key(0))[:2], documented_at(theta), rtol=1e-6)
+
+
 def make_nothing(problem, **options):
     return meta.inner_problem(family(), meta.optimizer(optax.sgd, family().loss), **{"length": 2, **options})
 

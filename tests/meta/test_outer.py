@@ -280,6 +280,13 @@ def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
     refused(TypeError, r"is a real scalar, got float32\(3,\)", wrapped(lambda theta: theta, ones), ones, key)
 
 
+@pytest.mark.parametrize("length, segment", [(5, 2), (3, 6), (0, 1), (-2, 1)])
+def test_a_truncation_that_divides_no_unroll_is_refused(length, segment):
+    problem = meta.Problem(lambda theta, key: theta, lambda theta, s: (s, s), lambda theta, s: s, length)
+    for make in (meta.truncated, meta.truncated_evolution, meta.persistent_evolution):
+        refused(ValueError, "divides the unroll", make(problem, segment).init, 1.0, jax.random.key(0))
+
+
 def test_noise_is_added_to_floating_point_numbers_alone():
     """A counter in the state would become a float with noise."""
     step = lambda theta, s: ({"x": theta * s["x"], "n": s["n"] + 1}, s["x"] ** 2)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from apgrad import meta, mplp
 from tests.refusals import refused
@@ -139,6 +140,25 @@ def test_batch_entropy():
         np.testing.assert_allclose(meta.entropy_penalty(network, params, x, form=form), expected, rtol=1e-4)
         refused(ValueError, "the network has none", meta.entropy_penalty, others, params, x, form=form)
     refused(ValueError, "form must be .* got 'Reference'", meta.batch_entropy, network, params, x, form="Reference")
+
+
+def test_roles_fit_every_depth_and_normalized_steps_every_width():
+    network, prior = meta.mlp((2, 3, 3, 1), jnp.tanh, mplp.squared_error)
+    sites = mplp.sites(network, jax.eval_shape(prior, jax.random.key(1)), (jnp.ones((4, 2)), jnp.ones((4, 1))))
+    small = {"message_size": 2, "rank": 2, "hidden": 3, "normalize": True}
+    rules = [mplp.Separable(sites, share=share, rngs=nnx.Rngs(0), **small) for share in ("role", True)]
+    deep, prior = meta.mlp((5, 4, 4, 4, 1), jnp.tanh, mplp.squared_error)
+    batch = jnp.ones((4, 5)), jnp.ones((4, 1))
+
+    @jax.jit
+    def updates(rules):
+        params = prior(jax.random.key(2))
+        state = lambda rule: mplp.init_state(rule, deep, params, batch)
+        return [mplp.backward(rule, deep, params, state(rule), batch)[0] for rule in rules]
+
+    assert all(jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates(rules)))
+    other, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0))), mplp.squared_error)
+    refused(ValueError, "dense_in", mplp.init_state, rules[0], other, params, batch)
 
 
 def test_trained_rules_are_read_as_they_were_written():

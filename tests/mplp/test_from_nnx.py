@@ -303,3 +303,22 @@ def test_tokens_are_those_of_flax():
         assert jnp.all(jnp.isnan(got[0, 1])) and jnp.all(jnp.isfinite(got[0, 0]))
     network, params = network_of(nnx.Sequential(linear(), nnx.Embed(4, 3, rngs=nnx.Rngs(0))))
     refused(TypeError, "embedding takes integers, got a signal", network.predict, params, jnp.asarray(X))
+
+
+def images(rngs):
+    return nnx.Sequential(
+        nnx.Conv(2, 3, (3, 3), strides=2, rngs=rngs),
+        nnx.Sequential(nnx.relu, nnx.Conv(3, 4, (2, 2), padding="VALID", use_bias=False, rngs=rngs)),
+        lambda x: jnp.mean(x, axis=(1, 2), keepdims=True),
+        lambda x: x.reshape(x.shape[0], -1),
+        nnx.LayerNorm(4, rngs=rngs),
+        nnx.Linear(4, 3, rngs=rngs),
+        nnx.softmax,
+    )
+
+
+def test_a_model_is_what_it_was():
+    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 2))
+    y = jax.nn.softmax(jax.random.normal(jax.random.key(1), (2, 3)))
+    network, params = mplp.from_nnx(images(nnx.Rngs(0)), mplp.cross_entropy, x)
+    assert_descends(network, params, (x, y), 0.5, rtol=1e-4, atol=2e-6)

@@ -199,6 +199,7 @@ class TestStarts:
                 for drawn in (kernel[...], bias[...]):
                     scaled = np.ravel(drawn) * kernel.shape[0] ** 0.5
                     assert np.abs(scaled).max() <= 1
+                    assert abs(np.mean(scaled)) < 4 * (1 / 3 / scaled.size) ** 0.5
                     # The variance of a square of U(-1, 1) is 4 / 45.
                     assert abs(np.mean(scaled**2) - 1 / 3) < 4 * (4 / 45 / scaled.size) ** 0.5
 

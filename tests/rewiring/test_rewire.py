@@ -246,6 +246,18 @@ def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
 
 
+def test_modules_that_change_themselves_are_rewired_as_a_function_of_their_state():
+    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
+        graph, params, state = nnx.split(nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), layer), nnx.Param, ...)
+
+        def pure(params, x, state, graph=graph):
+            model = nnx.merge(graph, params, state, copy=True)
+            return model(x), nnx.state(model, (nnx.BatchStat, nnx.RngCount))
+
+        rewired = ap.rewire(pure, rebuilding(("dense",))[0])
+        jax.tree.map(np.testing.assert_array_equal, rewired(params, X, state), pure(params, X, state))
+
+
 def test_the_message_of_the_output_under_vmap_is_each_examples_own():
     """`vmap` does not map constants: a port of plain zeros would bring each example the sum of all messages."""
 
@@ -310,9 +322,11 @@ def test_errors_of_rules_and_arguments():
     assert ap.rewire(f, rule(good), argnums=np.int64(0)).init(W, X) == {}
 
 
-def test_parameters_of_another_form_are_refused():
+@pytest.mark.parametrize("rule", ["feedback_alignment", "direct_feedback_alignment", "synthetic_gradients"])
+def test_parameters_of_another_form_are_refused(rule):
     """Another shape, dtype or structure, also where arrays would broadcast or be reshaped without a word."""
-    rewired = ap.rewire(lambda w, x: x @ w, ap.rewiring.direct_feedback_alignment(KEY))
+    make = getattr(ap.rewiring, rule)
+    rewired = ap.rewire(lambda w, x: x @ w, make() if rule == "synthetic_gradients" else make(KEY))
     params = rewired.init(W, X)
     half = lambda b: b.astype(jnp.bfloat16)
     for change in (lambda b: b[:2], jnp.ravel, lambda b: jnp.float32(1), half, lambda b: (b, b)):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
 from tests.refusals import refused
@@ -130,6 +131,34 @@ def test_a_product_of_the_hessian_taps_the_first_message():
     hvp = lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))
     (gradient, second), taps = ap.with_taps(hvp)(3.0)
     assert (gradient, second, taps["square"].message) == (108, 108, 18)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["sin", "scan", "jit", "remat", "vmap", "double"]), min_size=1, max_size=4))
+def test_any_nest_of_transformations(steps):
+    """The message at the end of each step is the derivative with respect to an offset there."""
+
+    def run(x, offsets, mark):
+        for i, kind in enumerate(steps):
+            f = jnp.sin
+            if kind == "scan":
+                f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=2)[0]
+            elif kind == "vmap":
+                f = jax.vmap(jnp.sin)
+            elif kind == "double":
+                f = lambda x: 2 * x
+            g = lambda x, f=f, i=i: mark(f(x) + offsets[i], f"step {i}")
+            x = {"jit": jax.jit, "remat": jax.checkpoint}.get(kind, lambda g: g)(g)(x)
+        return jnp.sum(x**2)
+
+    @jax.jit
+    def both(x, offsets):
+        _, taps = ap.with_taps(jax.grad(lambda x: run(x, offsets, ap.tap)))(x)
+        return taps, jax.grad(lambda offsets: run(x, offsets, lambda x, _: x))(offsets)
+
+    taps, expected = both(np.float32([0.3, 0.7]), [np.zeros(2, np.float32)] * len(steps))
+    for i, message in enumerate(expected):
+        close(taps[f"step {i}"].message, message)
 
 
 def test_with_taps_within_with_taps_takes_its_own():

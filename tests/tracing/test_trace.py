@@ -92,6 +92,19 @@ def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k():
     assert found[0] == trace.path(trace.parameters[number], index) and found[0][-1].message == 1
 
 
+def test_steps_of_loops_and_scopes():
+    def loss(w):
+        cell = jax.named_scope("cell")(lambda h, x: (jnp.tanh(w * h + x), None))
+        with jax.named_scope("rnn"):
+            h, _ = jax.lax.scan(cell, jnp.float32(0.5), jnp.array([0.0, 2.0, 0.1]))
+        return h**2
+
+    # After the large input tanh is flat: the path of w is by its last use.
+    path = ap.trace_gradients(loss)(jnp.float32(1.5)).path("x")
+    last_use = [(primitive, "rnn/cell", (2,)) for primitive in ("mul", "add", "tanh")]
+    assert [(s.primitive, s.scope, s.steps) for s in path] == [*last_use, (path[-1].primitive, "", ())]
+
+
 @pytest.fixture(scope="module")
 def mlp():
     loss, params = MODELS["mlp"]()
@@ -176,6 +189,14 @@ def test_influence_at_each_depth_is_folded_from_one_computation():
         assert found.to_dict()["x"] == shares and list(found.components) == list(shares)
     alone = ap.tracing.influence(loss, depth=3)(jnp.ones(4))
     assert alone.to_dict() == trace.influence(depth=3).to_dict() and alone.components == found.components
+
+
+def test_influence_under_vmap_is_that_of_each_example():
+    left, right = (jax.named_scope(name)(jnp.multiply) for name in ("left", "right"))
+    loss = lambda w, x: jnp.sum(left(w, x[0]) + right(w, x[1]))
+    x = jnp.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
+    found = jax.vmap(ap.tracing.influence(loss), in_axes=(None, 0))(jnp.ones(2), x)
+    np.testing.assert_array_equal(found.share[:, :, 0], [[0, 1], [1, 0], [np.nan, np.nan]])
 
 
 def test_in_a_jitted_training_loop(mlp):
