@@ -350,6 +350,12 @@ def test_the_alternatives_of_a_normal_distributions_deviation_are_on_one_side_of
     assert jax.jit(gradient)(KEY, 2.0) == 0  # without variance
 
 
+def test_the_alternatives_of_a_normal_distributions_mean_are_finite():
+    normal = lambda lanes, mean: dist.Normal(jnp.full(lanes, mean), 1.0)
+    gradient = ap.grad(one_choice(ap.measure_valued(), normal, lambda x: x), lanes=2**20)
+    np.testing.assert_allclose(jax.jit(gradient)(jax.random.key(8), 1.0), 1, atol=0.003)  # of which one draw is 0
+
+
 # Control variates that learn.
 
 

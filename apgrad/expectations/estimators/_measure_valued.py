@@ -92,7 +92,8 @@ def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any
 def _normal(one, shape, x, key):
     mean, deviation = lax.stop_gradient((one.loc, one.scale))
     keys, dtype = jax.random.split(key, 3), jnp.result_type(one.loc, one.scale)
-    w = jax.random.rayleigh(keys[0], jnp.ones((), dtype), shape, dtype)
+    # jax.random.rayleigh takes the logarithm of a number that may be 0, in one sample of eight million.
+    w = jnp.sqrt(2 * jax.random.exponential(keys[0], shape, dtype))
     t = jax.random.double_sided_maxwell(keys[1], 0, 1, shape, dtype)
     u = jax.random.uniform(keys[2], shape, dtype)
     return [
