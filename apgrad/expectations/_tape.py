@@ -55,13 +55,13 @@ class Tape:
     def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Port, Any]):
         self._plan, self._key, self._total, self._ports = plan, key, total, ports
         ledger = LEDGER.get()
-        self._stamp = 0
+        self._stamp, self._used = 0, False
         if ledger is not None and ledger.collecting and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
             self._trace, ledger.key = _trace_at(key), id(key)
 
     def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
-        key, ledger = self._key if key is None else key, LEDGER.get()
+        key, ledger, self._used = self._key if key is None else key, LEDGER.get(), True
         if ledger is not None and ledger.collecting:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
@@ -231,15 +231,16 @@ class Tape:
         ledger = LEDGER.get()
         if ledger is None:
             raise ValueError(f"{what}: a tape works inside the program of ap.expectation, not in a custom_vjp's fwd")
-        if not ledger.collecting:  # the first trace has looked
-            return ledger
-        if self._stamp != ledger.stamp:
+        # The first trace has looked, but not into rules of custom_jvp functions, which may use their tape again.
+        if self._used or (ledger.collecting and self._stamp != ledger.stamp):
             raise ValueError(
                 f"{what}: this tape was already used, and what was done since would be lost: go on with the tape that "
                 "the use returned. Into scan, while_loop and cond pass it as carry or operand, do not close over it; "
                 "for independent branches use tape.parallel. jax.eval_shape is a use, and nnx.jit uses it twice: use "
                 "jax.jit."
             )
+        if not ledger.collecting:
+            return ledger
         # A compiled function is traced once, however often it is called: what it does to such a tape would be lost.
         if self._trace is not _trace_at(self._key):
             raise ValueError(
@@ -327,7 +328,7 @@ def _trace_at(key: jax.Array) -> Any:
 
 
 def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
-    if LEDGER.get() is not None and tape._stamp:
+    if LEDGER.get() is not None and (tape._stamp or tape._used):
         ledger = tape._require_current("a tape given to a JAX transformation")
         ledger.flattened[ledger.key] = weakref.ref(tape._key), ledger.changes
         ledger.trace = get_opaque_trace_state()

@@ -399,6 +399,14 @@ def test_a_rule_of_a_custom_jvp_function_may_look_at_its_tape_again():
     gradients = [ap.grad(f, lanes=4) for f in (ruled, lambda tape, a: visit(tape, a).cost(a))]
     np.testing.assert_array_equal(*jax.jit(lambda a: [gradient(KEY, a) for gradient in gradients])(jnp.arange(4.0)))
 
+    def drawing(primals, tangents):  # what the next choice draws
+        tape, made = rule(primals, tangents)
+        tape.next_key()
+        return tape, made
+
+    ruled.defjvp(drawing)
+    refused(ValueError, "this tape was already used", jax.eval_shape, ap.grad(ruled, lanes=4), KEY, jnp.arange(4.0))
+
 
 def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
     def changing(first, second):
