@@ -438,6 +438,7 @@ tanh = lambda at: mplp.activation(at["d"], jnp.tanh, S(at))
 ARRAY = r"takes a signal, got an array of shape \(4, 3\).*places.signal\(x\)"
 NODES = [
     (lambda at: mplp.readout(at["l"], X), ARRAY),
+    (lambda at: mplp.squared_error(at["l"], X, X), ARRAY),
     (lambda at: mplp.activation(at["l"], jnp.multiply, S(at), X), ARRAY),
     (lambda at: mplp.wire(jnp.tanh, X), ARRAY),
     (lambda at: mplp.fork(X, 2), ARRAY),
