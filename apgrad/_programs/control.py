@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Var
 from jax.ref import AbstractRef
 from jax.sharding import AxisType, NamedSharding
 
@@ -115,21 +116,36 @@ def _of_all_lanes(condition: Any, body: Any, consts: int) -> tuple[Program, Prog
     needs the condition's constants, which come before its own.
     """
     test, step = opened(condition), opened(body)
-    if not test.jaxpr.outvars[0].aval.shape:
+    (goes,), invars = test.jaxpr.outvars, step.jaxpr.invars
+    if not goes.aval.shape:
         return test, step
 
-    def stepped(*values):
-        after = evaluate(step, values[consts:])
-        before = values[len(values) - len(after) :]
-        (goes,) = evaluate(test, [*values[:consts], *before])
+    # Equations stay as they are, since those of a `shard_map` can be traced again within it alone.
+    def renamed(eqns, names):
+        return [eqn.replace(invars=[names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]) for eqn in eqns]
+
+    def of(function, *atoms):
+        jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms)).jaxpr
+        return renamed(jaxpr.eqns, dict(zip(jaxpr.invars, atoms, strict=True))), jaxpr.outvars
+
+    def stepped(goes, *states):
         wide = lambda x: goes.reshape(goes.shape + (1,) * (jnp.ndim(x) - goes.ndim))
-        return [jnp.where(wide(a), a, b) for a, b in zip(after, before, strict=True)]
+        half = len(states) // 2
+        return [jnp.where(wide(a), a, b) for a, b in zip(states[:half], states[half:], strict=True)]
 
-    def traced(function, variables):
-        return opened(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)))
-
-    some = lambda *values: [jnp.any(evaluate(test, values)[0])]
-    return traced(some, test.jaxpr.invars), traced(stepped, [*test.jaxpr.invars[:consts], *step.jaxpr.invars])
+    after, before = step.jaxpr.outvars, invars[len(invars) - len(step.jaxpr.outvars) :]
+    names = dict(zip(test.jaxpr.invars[consts:], before, strict=True))
+    any_goes, found = of(jnp.any, goes)
+    one = test.jaxpr.replace(eqns=[*test.jaxpr.eqns, *any_goes], outvars=found)
+    chosen, found = of(stepped, names.get(goes, goes), *after, *before)
+    both = step.jaxpr.replace(
+        constvars=[*test.jaxpr.constvars, *step.jaxpr.constvars],
+        invars=[*test.jaxpr.invars[:consts], *invars],
+        eqns=[*renamed(test.jaxpr.eqns, names), *step.jaxpr.eqns, *chosen],
+        outvars=found,
+        debug_info=step.jaxpr.debug_info.with_unknown_names(),
+    )
+    return Program(one, test.consts), Program(both, (*test.consts, *step.consts))
 
 
 def rebuild(inside: Nested, functions: Sequence[Any], inputs: Sequence[Any], summed: Sequence[Any] = ()) -> list[Any]:

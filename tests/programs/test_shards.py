@@ -42,6 +42,11 @@ def test_what_cannot_be_read_within_a_mesh_is_refused_with_what_helps():
     assert gradient_shape(mapped(jnp.sin)).shape == (64, 4)
 
 
+def test_a_loop_whose_lanes_end_apart_is_read_within_a_mesh():
+    lane = lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x + 1, x)
+    assert gradient_shape(lambda x: x * jax.lax.stop_gradient(mapped(jax.vmap(lane))(x))).shape == (64, 4)
+
+
 def test_what_cannot_be_read_is_one_function_where_nobody_has_to_read_it():
     """A mesh of explicit axes, JAX's default: in the mean of a node, in a report, and where no message goes."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
