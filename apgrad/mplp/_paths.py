@@ -96,9 +96,6 @@ class Walk:
         if name in kinds.IDENTITY:
             return facts
         made = _made(eqn, facts, together)
-        wide = [any(self.size in v.aval.shape for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
-        if wide == [False, True] and name != "broadcast_in_dim":
-            made |= {UNLIKE}
         return [made if inexact else made & {UNLIKE} for inexact in inexact_outputs(eqn)]
 
     def source(self, atom: Any) -> tuple[Any, tuple[int, ...]]:
