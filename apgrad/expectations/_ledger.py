@@ -66,12 +66,10 @@ class Ledger:
     def __init__(self, first: "Ledger | None" = None):
         self.first, self.collecting = first, first is None
         self.branches = 0  # how many branches of `parallel`, one in the other, are being traced
-        # Whether a tape is the current one is looked at in the first trace alone, in which a tape is a key, which each
-        # use changes.
         self.stamp = 0
-        self.key = 0  # the identity of the current tape's key
-        self.changes = 0  # how many uses have changed the tape
-        self.flattened: dict[int, Any] = {}  # weak references to keys of flattened tapes, and `changes`, by identities
+        self.flattened: dict[Any, Any] = {}  # weak references to the arrays of flattened tapes, by identities
+        self.arrays: tuple[int, ...] = ()  # the identities of the current tape's arrays
+        self.unchanged: set[Any] = set()  # identities of flattened tapes since which no use has changed the tape
         self.trace: Any = None  # JAX's trace in which a tape was flattened last
         self.ports: set[Port] = set()
         self.parts: dict[int, str] = {}

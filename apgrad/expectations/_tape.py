@@ -55,18 +55,22 @@ class Tape:
     def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Port, Any]):
         self._plan, self._key, self._total, self._ports = plan, key, total, ports
         ledger = LEDGER.get()
-        self._stamp, self._used = 0, False
-        if ledger is not None and ledger.collecting and isinstance(key, jax.Array):
+        self._stamp = 0
+        if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
-            self._trace, ledger.key = _trace_at(key), id(key)
+            self._trace = _trace_at(key)
+            ledger.arrays = tuple(map(id, _arrays(self)))
 
     def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
-        key, ledger, self._used = self._key if key is None else key, LEDGER.get(), True
-        if ledger is not None and ledger.collecting:
+        key = self._key if key is None else key
+        if self._plan.dtype is None:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
-            ledger.changes += 1
-        return Tape(self._plan, key, self._total if total is None else total, self._ports if ports is None else ports)
+        total, ports = self._total if total is None else total, self._ports if ports is None else ports
+        tape, ledger = Tape(self._plan, key, total, ports), LEDGER.get()
+        if ledger is not None and ledger.arrays != tuple(map(id, _arrays(self))):
+            ledger.unchanged.clear()
+        return tape
 
     def __repr__(self) -> str:
         return f"Tape(lanes={self.lanes})"
@@ -231,16 +235,13 @@ class Tape:
         ledger = LEDGER.get()
         if ledger is None:
             raise ValueError(f"{what}: a tape works inside the program of ap.expectation, not in a custom_vjp's fwd")
-        # The first trace has looked, but not into rules of custom_jvp functions, which may use their tape again.
-        if self._used or (ledger.collecting and self._stamp != ledger.stamp):
+        if self._stamp != ledger.stamp:
             raise ValueError(
                 f"{what}: this tape was already used, and what was done since would be lost: go on with the tape that "
                 "the use returned. Into scan, while_loop and cond pass it as carry or operand, do not close over it; "
-                "for independent branches use tape.parallel. jax.eval_shape is a use, and nnx.jit uses it twice: use "
-                "jax.jit."
+                "for independent branches use tape.parallel. jax.eval_shape is a use, and nnx.jit uses it twice (use "
+                "jax.jit), as may a custom_jvp rule: keep the tape out of custom_jvp functions."
             )
-        if not ledger.collecting:
-            return ledger
         # A compiled function is traced once, however often it is called: what it does to such a tape would be lost.
         if self._trace is not _trace_at(self._key):
             raise ValueError(
@@ -248,7 +249,9 @@ class Tape:
                 "scan, while_loop and cond as carry or operand), and return the tape that the use returned. In vmap "
                 "give the axis to the arrays, after the lanes: a tape cannot have a batch axis."
             )
-        if jnp.shape(self._key):
+        collecting = self._plan.dtype is None
+        wrong = [jnp.shape(p) != port.shape for port, p in self._ports.items()]
+        if jnp.shape(self._key) or any(wrong) or not (collecting or jnp.shape(self._total) == (self.lanes,)):
             raise ValueError(f"{what}: {_BATCHED}")
         return ledger
 
@@ -327,10 +330,15 @@ def _trace_at(key: jax.Array) -> Any:
     return getattr(there, "_trace", None)
 
 
+def _arrays(tape: Tape) -> list[Any]:
+    return jax.tree.leaves((tape._key, tape._total, tape._ports))
+
+
 def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
-    if LEDGER.get() is not None and (tape._stamp or tape._used):
+    if LEDGER.get() is not None and tape._stamp:
         ledger = tape._require_current("a tape given to a JAX transformation")
-        ledger.flattened[ledger.key] = weakref.ref(tape._key), ledger.changes
+        ledger.flattened[ledger.arrays] = [weakref.ref(x) for x in _arrays(tape)]
+        ledger.unchanged.add(ledger.arrays)
         ledger.trace = get_opaque_trace_state()
     arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports}
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in arrays.items()], tape._plan
@@ -342,19 +350,18 @@ def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
     Where a loop or branch hands on the tape as it got it, JAX returns an earlier tape's arrays, but nothing is lost.
     """
     ledger = LEDGER.get()
-    stamp, key = (0, 0) if ledger is None else (ledger.stamp, ledger.key)
+    stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
     tape = Tape(plan, *arrays)
-    if ledger is None or not tape._stamp:
-        return tape
-    if ledger.key == key:  # a compiled function called for the first time unflattens its outputs twice: the same tape
+    # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
+    if ledger is not None and tape._stamp and identities == ledger.arrays:
         ledger.stamp = tape._stamp = stamp
-        return tape
-    earlier, changes = ledger.flattened.get(ledger.key, (lambda: None, 0))
-    if earlier() is tape._key:
-        if changes != ledger.changes:
-            ledger.stamp, ledger.key, tape._stamp = stamp, key, -1
-    elif ledger.trace == get_opaque_trace_state():  # the end of a transformation, not its beginning
-        ledger.changes += 1
+    elif ledger is not None and tape._stamp:
+        refs = ledger.flattened.get(ledger.arrays, [])
+        earlier = refs and all(ref() is x for ref, x in zip(refs, _arrays(tape), strict=True))
+        if earlier and ledger.arrays not in ledger.unchanged:
+            ledger.stamp, ledger.arrays, tape._stamp = stamp, identities, -1
+        elif not earlier and ledger.trace == get_opaque_trace_state():  # the end of a transformation, not its beginning
+            ledger.unchanged.clear()
     return tape
 
 
