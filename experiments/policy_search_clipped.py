@@ -115,9 +115,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     row |= policies.mean(config, f"{which}_in_time", _end(costs, blocks * EVERY))
             rows.append(row)
     columns = ("rate", "after_60", "cost", "cost_in_time", "cost_long", "cost_long_in_time", "steps", "success")
-    return harness.Report(
-        figures, rows, harness.table(rows, "task", "method", *columns), _picture(config, rows, curves)
-    )
+    table = harness.table(rows, "task", "method", *columns)
+    return harness.Report(figures, rows, table, _picture(config, rows, curves))
 
 
 def _end(costs, steps):

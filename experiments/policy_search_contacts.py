@@ -20,8 +20,8 @@ Seconds of a step are the processor's, the least of many blocks of steps on one 
 *Does it explode?* For untrained policies: the median and the largest length of the gradient over many keys.
 
 *What comes out.* It does, and RP hardly learns. Lanes clipped fail with one seed in twenty, and SHAC with none, unless
-the rate rises over the first steps (`warm_up`): then lanes clipped fail with none, and end below SHAC in a fifth of
-its time.
+the rate rises over the first steps (`warm_up`): then lanes clipped fail with none, and end below SHAC in less than
+a third of its time.
 """
 
 import functools

@@ -267,6 +267,9 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
     lines.append(f"median after 240 steps is {growth}, and plain gradients with small updates have one of {small};")
     page = words_of(DOCS / "tasks" / "policy.md")
     assert not [line for line in lines if line not in page]
+    seconds = {r["method"]: r["seconds_a_step"] for r in results("policy_search_contacts-warm_up")["rows"]}
+    shares = [seconds[f"RP, {which} clipped"] / seconds["SHAC"] for which in ("lanes", "growth")]
+    assert 1 / 4 < min(shares) <= max(shares) < 1 / 3 and "(SHAC), in less than a third of its time." in page
     clipped, near, plain = (
         two(cost["every step", m]["cost_in_time"]) for m in ("RP, lanes clipped", "RP, short", "RP")
     )

@@ -28,14 +28,14 @@ def front():
     figure = Figure((12.5, 3.9), layout="constrained")
     chaos, rules, memory = figure.subplots(1, 3)
 
-    learnt = results("policy_search_clipped-warm_up")["every step"]["quartiles"]
+    learnt = results("policy_search_clipped-warm_up")
     for method, label, colour in (
         ("RP", "plain gradients", ORANGE),
         ("RP, short", "over short horizons", GRAY),
         ("RP, lanes clipped", "exploding lanes clipped", BLUE),
     ):
-        low, median, high = np.array(learnt[method])
-        steps = 5 * np.arange(1, 1 + len(median))
+        low, median, high = np.array(learnt["every step"]["quartiles"][method])
+        steps = learnt["config"]["long"] * np.arange(1, 1 + len(median)) / len(median)
         chaos.plot(steps, median, color=colour, label=label, lw=2.5 if "clipped" in method else 1.8)
         chaos.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
     chaos.set(xlabel="updates, on 100 trajectories each", ylabel="cost, quartiles", xlim=(0, 720), ylim=(0.2, 1.3))
