@@ -19,7 +19,7 @@ def closest(name: Any, names: Collection[str]) -> list[str]:
 
 def nearest(name: Any, names: Collection[str]) -> str:
     close = closest(name, names)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else "there is none"
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else "no name is known."
 
 
 def number_of(name: Any, names: Sequence[str], what: str) -> int:

@@ -326,9 +326,14 @@ def _explicit(mesh: Any) -> str:
     return f"got the axes {mesh.axis_names} of the types {mesh.axis_types}: make the mesh with {auto}"
 
 
-def require_auto(doing: str) -> None:
-    if explicit := _explicit(jax.sharding.get_abstract_mesh()):
-        raise NotImplementedError(f"{doing}: {explicit}; or wrap the function that calls it by jax.sharding.auto_axes")
+def require_auto(doing: str, divided: Any = None) -> None:
+    """Refuses a mesh of explicit axes; of `divided`, a pytree, only if one of its arrays is divided along them."""
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(divided) if isinstance(x, jax.Array)]
+    meshes = [s.mesh for s in shardings if any(part is not None for part in s.spec)]
+    for mesh in [jax.sharding.get_abstract_mesh()] if divided is None else meshes:
+        if explicit := _explicit(mesh):
+            instead = "or wrap the function that calls it by jax.sharding.auto_axes"
+            raise NotImplementedError(f"{doing}: {explicit}; {instead}")
 
 
 def varying(x: Any) -> frozenset[str]:

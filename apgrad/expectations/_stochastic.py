@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from apgrad._programs import pure
+from apgrad._programs import jaxprs, pure
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
 from apgrad.expectations._tape import Tape, require_tape
@@ -64,6 +64,7 @@ def stochastic(
             axes = _resolve_axes(what, in_axes, args)
             names = signature if len(signature) == len(args) else range(len(args))
             require_lanes(what, tape.lanes, {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0})
+            jaxprs.require_auto(what, args)
             tape, key = tape.next_key()
             keys = jax.random.split(key, tape.lanes)
 

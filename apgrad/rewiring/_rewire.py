@@ -175,6 +175,7 @@ class Rewired:
             _warn_idle(self.rule, planner)
         else:
             jaxprs.require_unchecked("a function is rewired by a rule with parameters", args)
+            jaxprs.require_auto("ap.rewire by a rule with parameters", args)
             wanted = {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
             _require_params(params, wanted)
         return _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)

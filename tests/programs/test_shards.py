@@ -1,5 +1,6 @@
 """`shard_map` read as a plain program: the same values and derivatives as JAX's own, on eight devices."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from apgrad import mplp
 from tests import devices
 from tests.expectations.programs import walk
 from tests.refusals import refused
@@ -71,6 +73,34 @@ def test_a_mesh_of_explicit_axes_is_refused_by_name_where_programs_lose_the_type
             refused(NotImplementedError, r"Explicit.* wrap the function .*auto_axes", jax.eval_shape, f, x)
             wrapped = jax.sharding.auto_axes(f, axes="d", out_sharding=jax.P())
             np.testing.assert_allclose(jax.jit(wrapped)(x), jax.grad(loss)(x), rtol=1e-6)
+
+
+def test_arrays_that_are_divided_along_explicit_axes_are_refused_by_name_where_nodes_lose_the_types():
+    mesh, w = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,)), jnp.ones((4, 3))
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)
+    aligned = ap.rewire(loss, ap.rewiring.feedback_alignment(jax.random.key(0)))
+    symmetric = ap.rewire(loss, ap.rewiring.sign_symmetry())
+    turned = ap.rewire(loss, ap.rewiring.gradient_reversal(where="tanh"))
+    feedback = aligned.init(w, jnp.ones((8, 4)))
+    layer = lambda places, w, x: mplp.dense(places["layer"], places.signal(x), w)
+    network = lambda places, w, x: mplp.squared_error(places["loss"], layer(places, w, x), jnp.zeros((8, 3)))
+    rule = mplp.Exact(0.1)
+    learned = lambda w, x: mplp.backward(rule, network, w, mplp.init_state(rule, network, w, x), x)[0]
+    noisy = ap.stochastic(ap.reparameterization())(lambda w, x: dist.Normal(x @ w, 0.1).to_event(1))
+    cost = lambda tape, x: tape.cost(jnp.sum(x**2, axis=1))
+    rollout = lambda tape, w, x: cost(*noisy(tape, w, x))
+    grown = lambda tape, w, x: cost(*ap.clip_lanes(tape, x @ w, growth_only=True))
+    expected = lambda program: functools.partial(ap.grad(program, lanes=8), jax.random.key(0))
+    by_alignment = lambda w, x: jax.grad(lambda w: aligned(feedback, w, x))(w)
+    ways = by_alignment, jax.grad(symmetric), learned, expected(rollout), expected(grown)
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    with jax.set_mesh(mesh):
+        divided = jax.device_put(x, jax.P("d"))
+        for way in ways:
+            refused(NotImplementedError, r"Explicit.* wrap the function .*auto_axes", jax.eval_shape, way, w, divided)
+            wrapped = jax.jit(jax.sharding.auto_axes(way, axes="d", out_sharding=jax.P()))
+            np.testing.assert_allclose(wrapped(w, divided), jax.jit(way)(w, x), rtol=1e-6)
+        jax.eval_shape(jax.grad(turned), w, divided)  # a rule without them needs no types
 
 
 def test_where_shard_map_checks_what_varies_readers_that_cannot_are_refused_and_the_advice_is_right():
