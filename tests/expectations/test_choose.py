@@ -344,6 +344,19 @@ def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
             run(cost)
 
 
+def test_rebar_takes_a_log_prob_in_the_cost():
+    """To NumPyro, what is between the outcomes is impossible."""
+
+    def cost(x, logit):
+        with jax.numpy_dtype_promotion("standard"):  # NumPyro's
+            return dist.Bernoulli(logits=logit).log_prob(x), None
+
+    program = lambda tape, logits: ap.choose(tape, dist.Bernoulli(logits=logits), cost, ap.rebar(), logits)[0]
+    exact = lambda logits: jnp.mean(jax.nn.sigmoid(logits) * logits - jax.nn.softplus(logits))
+    gradient, logits = ap.grad(program, lanes=4), jnp.linspace(-2.0, 2.0, 4)
+    ap.testing.assert_unbiased(lambda key: gradient(key, logits), jax.grad(exact)(logits), KEY, 1000)
+
+
 def test_the_alternatives_of_a_normal_distributions_deviation_are_on_one_side_of_its_mean():
     normal, positive = lambda lanes, scale: dist.Normal(jnp.zeros(lanes), scale), lambda x: jnp.where(x > 0, 1.0, 0.0)
     gradient = ap.grad(one_choice(ap.measure_valued(), normal, positive), lanes=20)

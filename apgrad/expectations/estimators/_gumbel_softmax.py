@@ -26,7 +26,8 @@ from apgrad.expectations.estimators._estimator import Estimator
 def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
     """Gumbel-softmax, for Bernoulli and categorical choices; `ap.stochastic` and `ap.sample` take it; biased.
 
-    The sample is in floating point; for a categorical choice it is a vector, (lanes, ..., categories).
+    The sample is in floating point; for a categorical choice it is a vector, (lanes, ..., categories). To NumPyro's
+    `log_prob` a relaxed sample is impossible, -inf, unless it is called within `numpyro.validation_enabled(False)`.
 
     Args:
       temperature: the temperature of the relaxation, a positive scalar; others are a `ValueError`.
