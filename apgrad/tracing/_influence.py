@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import whole
+from apgrad._ground.norms import real_dtype
 from apgrad._programs import jaxprs
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import SEMIRINGS
@@ -169,7 +170,9 @@ def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool
     semiring = SEMIRINGS[kind](words)
     messages = values(Context(semiring, enter=enter), loss)
     gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), loss)
-    columns = [_column(semiring, v, g, len(components), words) for v, g in zip(messages, gradients, strict=True)]
+    # Counts of more than 65,504, and sums, are no numbers of float16.
+    sizes = [jnp.abs(g).ravel().astype(real_dtype(gradients)) for g in gradients]
+    columns = [_column(semiring, v, size, len(components), words) for v, size in zip(messages, sizes, strict=True)]
     share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
     return Influence(share, weighed, components, loss.names, kind)
 
@@ -211,16 +214,13 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def _column(semiring, value, gradient, components, words):
+def _column(semiring, value, size, components, words):
     strength = value[semiring.compared].ravel()
     masks = jnp.stack([m.ravel() for m in value[-words:]])
-    # Counts of more than 65,504, and sums, are no numbers of float16.
-    dtype = np.promote_types(strength.dtype, np.float32)
-    size = jnp.abs(gradient).ravel().astype(dtype)
-    alive, unknown = strength > semiring.zero[semiring.compared], jnp.any(jnp.isnan(strength))
+    alive, unknown = strength > float(semiring.zero[semiring.compared]), jnp.any(jnp.isnan(strength))
     place = jnp.arange(components)
     bits = (masks[place // 32] >> (place % 32).astype(jnp.uint32)[:, None]) & 1
     through = (bits == 1) & alive
-    share = jnp.sum(through, axis=1, dtype=dtype) / jnp.sum(alive, dtype=dtype)
+    share = jnp.sum(through, axis=1, dtype=size.dtype) / jnp.sum(alive, dtype=size.dtype)
     weighed = jnp.sum(jnp.where(through, size, jnp.zeros_like(size)), axis=1) / jnp.sum(size)
     return jnp.where(unknown, jnp.nan, share), jnp.where(unknown, jnp.nan, weighed)

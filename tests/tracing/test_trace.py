@@ -163,6 +163,18 @@ def test_influence_counts_more_elements_than_float16_has_numbers():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
+def test_influence_on_parameters_of_float64_and_float32(kind, x64):
+    def loss(w, v):
+        with jax.named_scope("sine"):
+            s = jnp.sin(w)
+        return jnp.sum(s * v.astype(s.dtype)) + 0.1 * jnp.sum(w)
+
+    args = jnp.array([0.1, 1.5]), jnp.ones(2, jnp.float32)  # cos(1.5) < 0.1
+    found = jax.jit(ap.tracing.influence(loss, kind, argnums=(0, 1)))(*args)
+    assert found.share.dtype == jnp.float64 and found.share.tolist() == [[0.5, 0]]
+
+
 def test_influence_at_each_depth_is_folded_from_one_computation():
     scope = jax.named_scope
 
