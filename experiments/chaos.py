@@ -16,8 +16,9 @@ order of magnitude: the interval is too short, and the mean is far from normal. 
 counted (`nonfinite`) and left out; the variance given is then a lower bound.
 
 At beta = 1.5 chaos is far, and yet RP is heavy-tailed at H = 100: u_0 = .2 is near the unstable fixed point of
-the map, which a few lanes are slow to leave, with gradients that grow all the while; two of 800 estimates have
-nearly all of the variance. TP gives such lanes little weight, and so has the variance of the others, and a bias, 5 %.
+the map, which a few lanes are slow to leave, with gradients that grow all the while; a few of 800 estimates
+have nearly all of the variance. TP gives such lanes little weight, and so has the variance of the others, and a bias,
+5 %.
 """
 
 import itertools

@@ -19,7 +19,7 @@ of one estimate, which counts bias and noise in all parameters. All but RP, LR a
 *What comes out.* Rules that make the variance small take the biased estimator, whose variance is small: TP published,
 TP and per step are as biased as RP. `alpha_order` sees the ball's jump with its gamma, and not the pendulum's with
 1,000 lanes, where gamma is spent at each of twenty nodes. `mean_test` sees what is beyond the likelihood ratio's noise:
-most of the ball's jump with 1,000 lanes, little of the pendulum's. `variance_test` sees most in both, but at the
+with 1,000 lanes most of the ball's jump and half of the pendulum's. `variance_test` sees most in both, but at the
 pendulum it turns to the likelihood ratio where nothing is biased as well, since later noise looks like a jump.
 """
 

@@ -12,8 +12,7 @@ with a cost at each step, quadratic or PIPPS's saturating cost of several widths
 * "tight": particles start within .1 of each other; noise of .1 a step.
 * "broad": particles start within 1 of each other; noise of .02 a step. This is much information on the parameters in
   each step, so the likelihood ratio (LR) is noisy, and a narrow target is hit by few.
-* "bounded force": broad, with a force that saturates, so that states are only roughly Gaussian: after 25 steps the
-  kurtosis of the positions is 1.5 to 2 above that of a Gaussian.
+* "bounded force": broad, with a force that saturates, so that states are only roughly Gaussian.
 
 The gradient is known exactly, or to a standard error for the bounded force. What is compared is the root-mean-square
 error about it, bias included: sqrt(mean |estimate - exact|^2), over the length of the gradient. A gain is a ratio of

@@ -16,8 +16,8 @@ are the same for every rule; also with a step function, and in a network of othe
     python -m experiments.mplp_objective --preset paper    # from random starts: two days of a core; for a GPU
     python -m experiments.mplp_objective --preset paper --start published --network 36-20-10 --steps 60 --transfers
 
-The last goes on from the authors' checkpoint, whose flat phase is behind it: a 36-20-10 network on 6x6 images takes a
-seventh of the time of the published 144-50-10 (the checkpoint's networks are shared between places, so that they fit
+The last goes on from the authors' checkpoint, whose flat phase is behind it: a 36-20-10 network on 6x6 images has an
+eighth of the weights of the published 144-50-10 (the checkpoint's networks are shared between places, so that they fit
 another size). All seeds have the same pool of 16 networks; a random start is of the seed. A difference has a standard
 error over seeds.
 """

@@ -24,8 +24,8 @@ processor time of a step without compilation: the median over stretches, divided
 
 *What was found.* Short segments win, and the bias of truncation does the rule no visible harm; in influence balancing
 it diverges, as its sign is wrong up to K = 50. From the chaotic start all tasks explode alike, and a cut at 4 times the
-typical message fails; one at half of it, which makes every message decay, reaches the threshold. Total propagation
-learns from the chaotic start, where reverse mode does not, and slowly.
+typical message fails, as does total propagation; one at half of it, which makes every message decay, reaches the
+threshold.
 """
 
 import functools

@@ -21,9 +21,10 @@ at every tenth step. Updates that are not finite are skipped.
 these are measured apart from the curves: seconds of the processor, on one core, methods taking turns in one process,
 the least of many rounds. So a curve is not changed by what else the machine does.
 
-*What comes out.* Short horizons win by far: all seeds succeed, before any other method's.
+*What comes out.* Short horizons win: all seeds succeed, before any other method's.
 Full horizons explode, and clipping is enough of a remedy for Adam: no way of total propagation is better than clipped
-reparameterization beyond the intervals, the cross-fitted one is worse, and a step costs 1 to 2.7 times as much.
+reparameterization beyond the intervals, the cross-fitted ones are worse in the mean, and a step costs 1 to 2 times as
+much.
 """
 
 from typing import Any

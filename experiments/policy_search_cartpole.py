@@ -28,9 +28,9 @@ parameters and divided by the squared length of their mean.
 
 *What comes out* (ten runs a method, on seeds other than those that settled what success is). By the cost of a real
 episode total propagation with the published weights learns best from the third episode on: .43 (.40 to .46) after
-eight, where reparameterization has .57 (.48 to .67), the adaptive weights .53 (.46 to .64), and the likelihood ratio
-.65 (.57 to .75). By the number of episodes to the first success no method is ahead of reparameterization: runs are few,
-and at most half of them succeed. The report takes any of the cells.
+eight, where reparameterization has .57 (.48 to .67), the adaptive weights .53 (.46 to .63), and the likelihood ratio
+.65 (.57 to .75). By the number of episodes to the first success no method is ahead of reparameterization beyond the
+intervals: runs are few, and at most half of them succeed. The report takes any of the cells.
 """
 
 import functools

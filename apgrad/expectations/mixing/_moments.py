@@ -13,7 +13,7 @@ node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
-*Two windows.* The mean over a short window has not seen the lane in 100,000 that makes the variance, and the mean over
+*Two windows.* The mean over a short window has not seen the rare lane that makes the variance, and the mean over
 a long one lags behind parameters that move. Both are kept, and the likelihood ratio gets the larger of its two weights.
 A window forgets at once what leaves it: two rows a visit, of the current block of at most n calls and the n before.
 
