@@ -20,9 +20,10 @@ import pytest
 from flax import nnx
 
 import apgrad as ap
-from apgrad.memory._randomize import StretchWalk, recorded, walked
+from apgrad.memory._randomize import recorded
 from apgrad.memory._recompute import choices
 from tests.cases import cases
+from tests.memory.unbiased import computed_again
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
@@ -485,18 +486,13 @@ HALF = ap.memory.packing(lambda x: x.astype(jnp.bfloat16), lambda memory, like: 
 EIGHT = ap.memory.rounding(bits=8)
 
 
-def computed_again(f, *args):
-    """As a plan computes most arrays again."""
-    stays = choices(recorded(f, args, range(len(args)), 1))[-1].stays
-    return walked(f, lambda *stretch: StretchWalk(lambda _: None, None, stays).stretch(*stretch))
-
-
 MEMORIES = {
     "rounding": lambda f, *args: ap.randomize(f, EIGHT, min_size=1),
     "narrow": lambda f, *args: ap.randomize(f, ap.memory.narrow("float8_e4m3fn"), min_size=1),
     "packing": lambda f, *args: ap.randomize(f, HALF, min_size=1),
     "boundaries": lambda f, *args: ap.randomize(f, ap.memory.rounding(32), boundaries=EIGHT, min_size=1),
-    "plan": computed_again,
+    # As a plan computes most arrays again.
+    "plan": lambda f, *args: computed_again(f, choices(recorded(f, args, range(len(args)), 1))[-1].stays),
 }
 remembering = cases("memory", MEMORIES)
 
@@ -665,16 +661,6 @@ GIVEN_MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN_MODULES)
-def test_a_module_that_changes_itself_is_refused(name):
-    """The changes would be lost: statistics stayed as they were, and each step had the dropout mask of the first."""
-    made, x = GIVEN_MODULES[name](lambda layer, x: jnp.sum(jnp.tanh(layer(x)))), jnp.ones((4, 3))
-    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
-        refused(ValueError, f"{name} is given a function that .*in place", made, layer, x)
-        layer.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
-        jax.eval_shape(lambda x, layer=layer: made(layer, x), x)
-
-
 class Counting(nnx.Linear):
     """It changes what is no array: how often it was called."""
 
@@ -686,11 +672,16 @@ class Counting(nnx.Linear):
 
 
 @pytest.mark.parametrize("name", GIVEN_MODULES)
-def test_a_module_that_changes_what_is_no_array_is_refused(name):
-    made, layer = GIVEN_MODULES[name](lambda layer, x: jnp.sum(jnp.tanh(layer(x)))), Counting(3, 3, rngs=nnx.Rngs(1))
-    inside = GIVEN_MODULES[name](nnx.jit(lambda layer, x: jnp.sum(jnp.tanh(layer(x)))))
-    for function in (made, inside):
-        refused(ValueError, f"{name} is given a function that .*in place", function, layer, jnp.ones((4, 3)))
+def test_a_module_that_changes_itself_is_refused(name):
+    """The changes would be lost: statistics stayed as they were, and each step had the dropout mask of the first."""
+    of, x = lambda layer, x: jnp.sum(jnp.tanh(layer(x))), jnp.ones((4, 3))
+    made, inside = GIVEN_MODULES[name](of), GIVEN_MODULES[name](nnx.jit(of))
+    changing = nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1)), Counting(3, 3, rngs=nnx.Rngs(1))
+    for function, layer in (*((made, layer) for layer in changing), (inside, changing[2])):
+        refused(ValueError, f"{name} is given a function that .*in place", function, layer, x)
+    for layer in changing[:2]:
+        layer.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
+        jax.eval_shape(lambda x, layer=layer: made(layer, x), x)
 
 
 def test_values_drawn_elsewhere_with_a_module_in_a_branch_and_empty():

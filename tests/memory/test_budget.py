@@ -12,7 +12,7 @@ import apgrad as ap
 from apgrad._programs.jaxprs import restrict
 from apgrad.memory import _report as report_module
 from apgrad.memory._budget import _along_the_hull
-from tests.memory.unbiased import KEY, remembered
+from tests.memory.unbiased import KEY, assert_exact, remembered
 
 pytestmark = pytest.mark.quick
 
@@ -63,38 +63,32 @@ def test_of_samplers_those_on_the_lower_convex_hull_are_taken():
 
 def test_a_budget_of_a_bit_an_entry_is_kept():
     """A bit an entry has less noise than a sample of a sixteenth, and fewer bytes."""
-    w, x = jnp.eye(32), jnp.ones((64, 32))
+    args = jnp.eye(32), jnp.ones((64, 32))
     loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))
-    budget = remembered(lambda *a: ap.randomize(loss, R.rounding(1))(KEY, *a), w, x)
-    assert remembered(lambda *a: ap.randomize(loss, budget_bytes=budget)(KEY, *a), w, x) <= budget
+    budget = remembered(loss, *args, sampler=R.rounding(1))
+    assert remembered(loss, *args, budget_bytes=budget) <= budget
 
 
 def test_what_branches_share_is_given_out():
-    w, x = 0.1 * jax.random.normal(KEY, (32, 32)), jnp.ones((512, 32))
+    args = 0.1 * jax.random.normal(KEY, (32, 32)), jnp.ones((512, 32))
 
     def loss(w, x):
         for _ in range(2):
             x = jax.lax.switch((x[0, 0] > 0).astype(int), [lambda x, f=f: f(x @ w) @ w for f in (jnp.tanh, jnp.sin)], x)
         return jnp.sum(x**2)
 
-    exact = remembered(lambda *a: ap.randomize(loss, R.rounding(32))(KEY, *a), w, x)
-    budget = exact // 2
-    random = ap.randomize(loss, budget_bytes=budget)
-    assert 0.7 * budget < remembered(lambda *a: random(KEY, *a), w, x) <= budget
+    budget = remembered(loss, *args, sampler=R.rounding(32)) // 2
+    assert 0.7 * budget < remembered(loss, *args, budget_bytes=budget) <= budget
 
 
 @pytest.mark.parametrize("kind", ["cond", "scan of cond"])
 def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
     w, x = 0.1 * jax.random.normal(KEY, (128, 128)), jnp.ones((4, 128))
-
     loss = lambda w, x: jnp.sum(step(kind, x, w))
-    random = ap.randomize(loss, R.rounding(8))
     if jax.__version_info__ < (0, 12):  # later versions keep the weight of a cond in a scan outside by themselves
         assert remembered(loss, w, x) > w.nbytes or kind == "cond"
-    assert remembered(lambda w, x: random(KEY, w, x), w, x) < w.nbytes / 2
-    exact, found = jax.grad(loss, (0, 1))(w, x), jax.grad(ap.randomize(loss, R.rounding(32)), (1, 2))(KEY, w, x)
-    for a, b in zip(exact, found, strict=True):
-        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert remembered(loss, w, x, sampler=R.rounding(8)) < w.nbytes / 2
+    assert_exact(ap.randomize(loss, R.rounding(32)), loss, w, x, argnums=(0, 1))
 
 
 def test_a_report_compiles_a_function_once_and_says_where_its_arrays_are_made(monkeypatch):

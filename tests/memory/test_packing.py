@@ -100,17 +100,11 @@ def test_inputs_of_checkpointed_blocks_are_packed():
     assert [kept[32] - kept[b] for b in (8, 4)] == [12 * (4 * size - size * b // 8 - size // 32) for b in (8, 4)]
 
 
-def test_of_a_linear_block_packed_inputs_are_unbiased():
-    """Whose messages for the weights are linear in its inputs: what is drawn inside the block, it draws anew."""
-    linear = lambda w, x: jnp.sum(jax.checkpoint(lambda x, w: x @ w)(jnp.sin(x), w) * x[:, :4])
-    w, x = normal(0, 32, 4), normal(9, 16, 32)
-    random = ap.randomize(linear, R.rounding(1), boundaries=R.rounding(2), min_size=8)
-    gradient = jax.jit(jax.grad(random, argnums=1))
-    assert_unbiased(lambda key: gradient(key, w, x), jax.jit(jax.grad(linear))(w, x))
+def test_packed_inputs_of_linear_blocks_are_unbiased_and_drawn_apart():
+    """A block's inputs from each other, nested blocks from what is around them, and steps from steps.
 
-
-def test_inputs_of_blocks_are_drawn_apart():
-    """A block's inputs from each other, nested blocks from what is around them, and steps from steps."""
+    Messages for the weights are linear in a block's inputs: what is drawn inside the block, it draws anew.
+    """
     c = normal(8, 16, 4)
     product = jax.checkpoint(lambda x, y, w: (x * y) @ w)
     nested = jax.checkpoint(lambda x, w: jax.checkpoint(lambda x, w: x @ w)(2 * x, w))
@@ -120,7 +114,7 @@ def test_inputs_of_blocks_are_drawn_apart():
         return jnp.sum((product(jnp.sin(x), jnp.sin(x), ws[0]) + nested(jnp.cos(x), ws[1]) + jnp.sum(same, 0)) * c)
 
     ws, x = (normal(0, 32, 4), normal(1, 32, 4), normal(2, 2, 32, 4)), normal(9, 16, 32)
-    random = ap.randomize(loss, boundaries=R.rounding(2), min_size=8)
+    random = ap.randomize(loss, R.rounding(1), boundaries=R.rounding(2), min_size=8)
 
     def found(gradient):  # the steps have one input, and one gradient: of independent draws, the mean of the product
         first, second, steps = gradient(ws, x)

@@ -4,25 +4,17 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.memory._randomize import StretchWalk, recorded, walked
+from apgrad.memory._randomize import recorded
 from apgrad.memory._recompute import choices
 from experiments.parts.turns import BARRIERS
-from tests.memory.unbiased import KEY, assert_unbiased, normal
+from tests.memory.unbiased import KEY, assert_exact, assert_unbiased, computed_again, mlp, normal
 from tests.refusals import refused
+from tests.tracing.models import control
 
 R = ap.memory
-
-
-def mlp(ws, x):
-    for w in ws:
-        x = jax.nn.relu(x @ w)
-    return jnp.mean(x**2)
-
-
 WS, X = [normal(i, 16, 16) / 4 for i in range(8)], normal(99, 256, 16)
 ARRAY = 4 * X.size
 
@@ -33,33 +25,12 @@ def peak(function, *args):
     return gradient.compile(compiler_options=BARRIERS).memory_analysis().temp_size_in_bytes
 
 
-def computed_again(function, stays):
-    """All that does not stay."""
-    return walked(function, lambda *stretch: StretchWalk(lambda _: None, None, stays).stretch(*stretch))
-
-
-def attention(p, x):
-    """In a scan, with dropout, a checkpointed block and a cond inside."""
-
-    def block(x, w):
-        q, k, v = jnp.split(x @ w[:, :48], 3, -1)
-        x = x + jax.nn.softmax(q @ k.T) @ v
-        keep = jax.random.bernoulli(jax.random.key(5), 0.8, x.shape)
-        x = x + jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(jnp.where(keep, x, 0), w[:, :16])
-        return jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jax.nn.gelu(x) * x, x), None
-
-    return jnp.mean(jax.lax.scan(block, x, p)[0] ** 2)
-
-
 @pytest.mark.quick
 def test_what_is_computed_again_is_exact_and_in_the_budget():
-    exact = jax.jit(jax.grad(mlp))(WS, X)
     plan = R.plan(mlp, WS, X, budget_bytes=12 * ARRAY)
     assert plan.chosen.method == "recompute" and 0 < plan.chosen.work < 1 and plan.chosen.variance == 0
     assert peak(plan.function, WS, X) == plan.chosen.peak_bytes <= 12 * ARRAY < plan.trials[0].peak_bytes
-    for key in (KEY, jax.random.key(1)):
-        found = jax.jit(jax.grad(plan.function, argnums=1))(key, WS, X)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, exact)
+    assert_exact(plan.function, mlp, WS, X, atol=1e-7)
     assert "recompute" in str(plan) and "chosen" in str(plan)
     shapes = jax.eval_shape(lambda *args: args, WS, X)
     assert R.plan(mlp, *shapes, budget_bytes=12 * ARRAY).chosen[:3] == plan.chosen[:3]
@@ -68,13 +39,18 @@ def test_what_is_computed_again_is_exact_and_in_the_budget():
 
 
 def test_every_choice_of_what_stays_is_exact():
-    p, x = normal(1, 3, 16, 64) / 4, normal(2, 32, 16)
-    exact = jax.jit(jax.grad(attention))(p, x)
-    found = choices(recorded(attention, (p, x), [0], 16))
+    """In scans, branches, calls and checkpointed blocks, and with dropout."""
+    function, params = control()
+
+    def loss(params, x):
+        x = jnp.where(jax.random.bernoulli(jax.random.key(5), 0.8, x.shape), jax.nn.softmax(x @ params[0]), 0)
+        return jnp.tanh(function(params)) + jnp.sum(jnp.sin(jnp.tanh(x) @ params[0]))
+
+    args = params, normal(2, 32, 3)
+    found = choices(recorded(loss, args, [0], 1))
     assert len(found) > 4 and found[0].work == 0
     for choice in (found[len(found) // 2], found[-1]):
-        gradient = jax.jit(jax.grad(computed_again(attention, choice.stays), 1))(KEY, p, x)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, exact)
+        assert_exact(computed_again(loss, choice.stays), loss, *args, rtol=1e-4)
 
 
 def test_noise_only_where_the_budget_demands_it():
@@ -104,8 +80,7 @@ def test_blocks_in_a_loop_need_no_checkpoint_by_hand():
     by_hand = R.temp_bytes(lambda ps, x: loss(ps, x, jax.checkpoint), ps, x, argnums=0)
     plan = R.plan(loss, ps, x, budget_bytes=by_hand)
     assert plan.chosen.method == "recompute" and plan.chosen.work < 0.8
-    exact, found = jax.jit(jax.grad(loss))(ps, x), jax.jit(jax.grad(plan.function, 1))(KEY, ps, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), exact, found)
+    assert_exact(plan.function, loss, ps, x, rtol=1e-4)
 
 
 @pytest.mark.quick

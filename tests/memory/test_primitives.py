@@ -184,9 +184,8 @@ def test_flax_modules_unchanged_remember_little():
     graph, params, rest = nnx.split(nnx.Sequential(*layers), nnx.Param, ...)
     merged = lambda params: nnx.merge(graph, params, rest, copy=True)
     loss = lambda params, x: -jnp.mean(jax.nn.log_softmax(merged(params)(x))[:, 0])
-    random = ap.randomize(loss, R.rounding(4))
     # Layers with inputs in 4 bits, in place of Flax's own, would remember a third.
-    assert remembered(lambda *a: random(KEY, *a), params, x) < remembered(loss, params, x) / 7
+    assert remembered(loss, params, x, sampler=R.rounding(4)) < remembered(loss, params, x) / 7
 
 
 def test_max_pool_is_exact():

@@ -14,7 +14,8 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
-from tests.memory.unbiased import KEY, Own, assert_unbiased, normal
+from tests.memory import unbiased
+from tests.memory.unbiased import KEY, Own, assert_exact, assert_unbiased, normal
 from tests.tracing import models
 
 R = ap.memory
@@ -76,11 +77,7 @@ def test_unbiased(model, sampler):
 @pytest.mark.parametrize("model", MODELS)
 def test_exact_with_all_bits_and_the_same_value(model):
     function, params = MODELS[model]()
-    random = jax.jit(jax.value_and_grad(ap.randomize(function, R.rounding(32), min_size=16), argnums=1))
-    value, gradient = jax.jit(jax.value_and_grad(function))(params)
-    found = random(KEY, params)
-    assert found[0] == value
-    chex.assert_trees_all_close(found[1], gradient, rtol=2e-5, atol=1e-6)
+    assert_exact(ap.randomize(function, R.rounding(32), min_size=16), function, params, rtol=2e-5)
     assert jax.jit(ap.randomize(function, R.rounding(2)))(KEY, params) == jax.jit(function)(params)
 
 
@@ -194,8 +191,8 @@ def test_dropout_masks_are_made_again_from_their_key():
     loss = lambda w, x, key: jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0.0))
     kinds = [how for _, how in R.coefficients(lambda w, x: loss(w, x, KEY), normal(0, 32, 32), normal(1, 64, 32))]
     assert "sampled" not in kinds
-    w, x, random = normal(0, 32, 32), normal(1, 64, 32), ap.randomize(loss, R.rounding(4))
-    assert all(r.nbytes < x.size // 8 for r in R.residuals(lambda *args: random(KEY, *args), w, x, KEY))
+    random = functools.partial(ap.randomize(loss, R.rounding(4)), KEY)
+    assert all(r.nbytes < 64 * 32 // 8 for r in R.residuals(random, normal(0, 32, 32), normal(1, 64, 32), KEY))
 
 
 def test_a_sampler_of_ones_own_is_used_everywhere_unless_it_keeps_a_fraction():
@@ -275,15 +272,9 @@ def test_scans_count_for_what_is_small():
 
 
 def test_scratch_memory_is_small():
-    weights, x = [normal(i, 64, 64) for i in range(6)], normal(9, 512, 64)
-
-    def network(weights, x):
-        for w in weights:
-            x = jax.nn.relu(x @ w)
-        return jnp.mean(x**2)
-
-    random = ap.randomize(network, R.same_sample(0.1), through=None)
-    assert R.temp_bytes(lambda *a: random(KEY, *a), weights, x) < R.temp_bytes(network, weights, x) / 3
+    args = [normal(i, 64, 64) for i in range(6)], normal(9, 512, 64)
+    random = functools.partial(ap.randomize(unbiased.mlp, R.same_sample(0.1), through=None), KEY)
+    assert R.temp_bytes(random, *args) < R.temp_bytes(unbiased.mlp, *args) / 3
 
 
 def test_what_parameters_are_expanded_to_waits_for_its_message():

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.ode import odeint
 
 import apgrad as ap
-from tests.memory.unbiased import KEY, Own, normal
+from tests.memory.unbiased import KEY, Own, assert_exact, normal
 from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
@@ -95,8 +95,7 @@ def test_zeros_that_are_kept_in_forward_are_a_message():
 
 def test_linear_ones_are_not():
     total = lambda w, x: sum(loss(backward)(w, x) for backward in LINEAR.values())
-    found = jax.jit(jax.grad(ap.randomize(total, R.rounding(32), min_size=16), argnums=1))(KEY, W, X)
-    np.testing.assert_allclose(found, jax.jit(jax.grad(total))(W, X), rtol=1e-4, atol=1e-5)
+    assert_exact(ap.randomize(total, R.rounding(32), min_size=16), total, W, X, rtol=1e-4, atol=1e-5)
 
 
 def test_a_randomized_part_is_linear():
@@ -126,9 +125,8 @@ def test_what_is_no_array_reaches_the_function_as_it_is():
 
 def test_a_number_is_a_message():
     function = lambda w: jnp.sum(jnp.sin(X @ w) @ w)
-    random = ap.randomize(function, R.rounding(32), min_size=16)
-    found, truth = jax.vjp(lambda w: random(KEY, w), W)[1](1.0), jax.vjp(function, W)[1](1.0)
-    np.testing.assert_allclose(found, truth, rtol=1e-5)
+    random = functools.partial(ap.randomize(function, R.rounding(32), min_size=16), KEY)
+    np.testing.assert_allclose(*[jax.vjp(f, W)[1](1.0)[0] for f in (random, function)], rtol=1e-5)
     halve = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (m.astype(m.dtype) / 2,)))
     assert jax.vjp(halve, 3.0)[1](1.0) == (0.5,)
 
@@ -221,16 +219,19 @@ def test_a_shared_memory_may_be_a_sequence():
 MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def test_what_shard_map_maps_can_be_randomized():
-    random = ap.randomize(loss(LINEAR["scaled"]), R.rounding(32), min_size=16)
+def test_what_shard_map_maps_can_be_randomized_and_a_linear_rule_within():
+    function, specs = loss(LINEAR["scaled"]), {"mesh": MESH, "out_specs": jax.P("i")}
+    random = ap.randomize(function, R.rounding(32), min_size=16)
 
-    def mapped(function):
-        specs = {"in_specs": (jax.P(), jax.P("i")), "out_specs": jax.P("i")}
-        each = jax.shard_map(lambda w, x: function(w, x)[None], mesh=MESH, check_vma=False, **specs)
-        return lambda w, x: jnp.sum(each(w, x))
+    def mapped(f):
+        each = jax.shard_map(lambda *args: f(*args)[None], in_specs=(jax.P(), jax.P("i")), check_vma=False, **specs)
+        return lambda *args: jnp.sum(each(*args))
 
-    gradients = [jax.jit(jax.grad(mapped(f)))(W, X) for f in (lambda w, x: random(KEY, w, x), loss(LINEAR["scaled"]))]
-    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
+    of_key = lambda key, *args: mapped(functools.partial(random, key))(*args)
+    assert_exact(of_key, mapped(function), W, X, rtol=1e-4, atol=1e-5)
+    within = jax.shard_map(rule(lambda x, m: 3 * jnp.cos(x) * m), in_specs=jax.P("i"), **specs)
+    total = lambda x: jnp.sum(within(jnp.tanh(jnp.sin(x))))
+    assert_exact(ap.randomize(total, R.rounding(32), min_size=0), total, X)
 
 
 def test_a_sampler_that_is_never_called_is_a_warning():
@@ -268,12 +269,3 @@ def test_boundaries_without_a_block_are_a_warning():
     trace(jax.checkpoint(layer), min_size=0, sampler=lambda coefficient: None)
     with pytest.warns(UserWarning, match=r"boundaries= has no effect: .* None for every array, .* with 120 "):
         trace(jax.checkpoint(layer), min_size=0, boundaries=lambda coefficient: None)
-
-
-def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
-    own = jax.custom_vjp(lambda x: jnp.sin(x) ** 2)
-    own.defvjp(lambda x: (jnp.sin(x) ** 2, x), lambda x, m: (3 * jnp.cos(x) * m,))
-    mapped = jax.shard_map(lambda x: own(jnp.tanh(x)), mesh=MESH, in_specs=jax.P("i"), out_specs=jax.P("i"))
-    loss = lambda x: jnp.sum(mapped(jnp.sin(x)))
-    exact = ap.randomize(loss, R.rounding(32), min_size=0)
-    np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(exact, 1)(KEY, x), jax.grad(loss)(x)))(X), rtol=1e-5)

@@ -96,7 +96,9 @@ def test_bytes():
 
 
 def test_rounding_stays_within_a_step():
-    x = jnp.concatenate([1e3 + jax.random.normal(jax.random.key(2), (64,)), jnp.array([1e-30, -4.0, jnp.pi])])
+    """Also where groups are of sizes that are far apart, which do not disturb each other."""
+    large, middle = jnp.linspace(1e37, 1e38, 16), 1e3 + jax.random.normal(jax.random.key(2), (64,))
+    x = jnp.concatenate([jnp.full(16, 1e-30), large, middle, jnp.array([1e-30, -4.0, jnp.pi])])
     for bits, sampler in ((b, R.rounding(b, group=16)) for b in (8, 4, 2)):
         found = estimates(sampler, x, -1, 4)
         groups = jnp.pad(x, (0, -x.size % 16), mode="edge").reshape(-1, 16)
@@ -192,12 +194,6 @@ def test_the_largest_number_stays_finite():
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         x = jnp.full((16,), jnp.finfo(dtype).max).at[::2].multiply(-0.3)
         assert jnp.all(jnp.isfinite(estimates(R.rounding(4, group=16), x.astype(dtype), -1, 100)))
-
-
-def test_groups_of_different_sizes_do_not_disturb_each_other():
-    x = jnp.concatenate([jnp.full(8, 1e-36), jnp.linspace(1e37, 1e38, 8), jnp.linspace(-1.0, 1.0, 8)])
-    found = np.asarray(estimates(R.rounding(8, group=8), x, -1, 4), np.float64)
-    assert np.all(np.abs(found - x) <= 0.02 * np.repeat([1e-36, 1e38, 1.0], 8))
 
 
 def test_what_is_not_finite_stays_so_and_disturbs_nothing_else():
