@@ -1,5 +1,7 @@
 """Small models and losses that the tests of tracing share: `MODELS[name]() -> (loss, params)`."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,27 @@ KEY = jax.random.key(0)
 # The gradient's own sum as a user would write it: all rules are used, none of JAX's transposes.
 times, plus = lambda a, b: (a[0] * b[0],), lambda a, b: (a[0] + b[0],)
 MINE = ap.tracing.Semiring("mine", lambda w: (w,), times, plus, (0.0,), (1.0,))
+
+
+# A graph of scalars has for each vertex after the first two a function, named here, and edges (vertex before, weight).
+FUNCTIONS = {"id": (lambda x: x, lambda x: 1.0), "sine": (jnp.sin, np.cos), "square": (jnp.square, lambda x: 2 * x)}
+
+
+def run(network, x):
+    """The values of all vertices."""
+    values = [x[0], x[1]]
+    for name, edges in network:
+        values.append(FUNCTIONS[name][0](functools.reduce(jnp.add, [w * values[u] for u, w in edges])))
+    return values
+
+
+def derivatives(network, x):
+    """Of each edge, in order: (vertex, vertex before, derivative of the one by the other)."""
+    values, found = [float(value) for value in run(network, x)], []
+    for v, (name, edges) in enumerate(network, 2):
+        slope = FUNCTIONS[name][1](sum(w * values[u] for u, w in edges))
+        found += [(v, u, slope * w) for u, w in edges]
+    return found
 
 
 class MLP(nn.Module):

@@ -96,7 +96,7 @@ def test_the_scopes_of_einsum_are_not_shown():
 def loss(params):
     body = jax.named_scope("cell")(lambda h, x: (jnp.tanh(params["w"] * h + x), None))
     with jax.named_scope("rnn"):
-        h, _ = jax.lax.scan(body, jnp.float32(0.5), jnp.array([0.0, 0.3]))
+        h, _ = jax.lax.scan(body, jnp.float32(0.5), jnp.array([0.0, 2.0, 0.3]))
     with jax.named_scope("head"):
         return jax.jit(jax.nn.relu)(params["v"] * h) ** 2
 
@@ -106,8 +106,11 @@ def trace():
     return ap.trace_gradients(loss)({"v": jnp.float32(2.0), "w": jnp.float32(0.9)})
 
 
-def test_a_path_is_folded_by_scopes(trace):
+def test_a_path_has_the_steps_of_loops_and_is_folded_by_scopes(trace):
     path = trace.path("w")
+    # After the large input tanh is flat: the path of w is by its last use.
+    last_use = [(primitive, "rnn/cell", (2,)) for primitive in ("mul", "add", "tanh")]
+    assert [(s.primitive, s.scope, s.steps) for s in path[:4]] == [*last_use, ("mul", "head", ())]
     assert [stop.scope for stop in folded(path, 2)] == ["rnn/cell", "head"]
     (stop, last) = folded(path, 1)
     assert stop.scope == "rnn" and {"mul", "tanh"} <= set(stop.primitives)

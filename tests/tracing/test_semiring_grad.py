@@ -18,7 +18,7 @@ from experiments.benchmarks.tracing import LOGARITHMS
 from tests.cases import cases
 from tests.expectations.programs import walk
 from tests.refusals import refused
-from tests.tracing.models import KEY, MINE, MODELS, numbers, plus, times
+from tests.tracing.models import FUNCTIONS, KEY, MINE, MODELS, derivatives, numbers, plus, run, times
 
 
 @cases("model", MODELS)
@@ -33,40 +33,20 @@ def test_the_sum_is_the_gradient(model):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * scale)
 
 
-FUNCTIONS = {"id": (lambda x: x, lambda x: 1.0), "sine": (jnp.sin, np.cos), "square": (jnp.square, lambda x: 2 * x)}
-
-
 @st.composite
 def networks(draw):
-    """A graph of scalars: for each vertex after the first two, its function and its edges, (vertex before, weight)."""
     weights = st.sampled_from([-2.0, -1.0, -0.7, 0.0, 0.3, 1.0, 1.5])  # equal ones make ties
     size = draw(st.integers(3, 9))
     edges = lambda v: st.lists(st.tuples(st.integers(0, v - 1), weights), min_size=1, max_size=4)
     return [(draw(st.sampled_from(sorted(FUNCTIONS))), draw(edges(v))) for v in range(2, size)]
 
 
-def run(network, x):
-    """The values of all vertices."""
-    values = [x[0], x[1]]
-    for name, edges in network:
-        terms = [w * values[u] for u, w in edges]
-        values.append(FUNCTIONS[name][0](functools.reduce(jnp.add, terms)))
-    return values
-
-
 def paths(network, x):
     """For each input the products of derivatives along all its paths."""
-    values, found = [float(value) for value in run(network, x)], {0: [], 1: []}
-
-    def back(v, product):
-        if v < 2:
-            return found[v].append(product)
-        name, edges = network[v - 2]
-        slope = FUNCTIONS[name][1](sum(w * values[u] for u, w in edges))
-        return [back(u, product * slope * w) for u, w in edges]
-
-    back(len(network) + 1, 1.0)
-    return [np.array(found[i] or [0.0]) for i in (0, 1)]
+    products = [[] for _ in range(len(network) + 1)] + [[1.0]]
+    for v, u, derivative in reversed(derivatives(network, x)):
+        products[u] += [derivative * product for product in products[v]]
+    return [np.array(products[i] or [0.0]) for i in (0, 1)]
 
 
 @hypothesis.settings(max_examples=25, derandomize=True, deadline=None, database=None)
@@ -93,30 +73,24 @@ def test_every_semiring_is_its_sum_over_all_paths(network, x):
 
 
 def test_while_is_walked_backward():
-    def loss(x, w, n):
+    """As in forward mode, after so many steps, and under `vmap` where each lane ends by itself."""
+
+    def steps(x, w, n):
         return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(w * c[1] + 0.1)), (0, x))[1]
 
-    of_steps = jax.jit(ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1)))
-    for steps in (0, 1, 5, 200):
-        y, w, to_x, to_w = 0.5, 0.9, 1.0, 0.0
-        for _ in range(steps):
-            after = np.tanh(w * y + 0.1)
-            slope = 1 - after**2
-            y, to_x, to_w = after, slope * w * to_x, slope * (y + w * to_w)
-        np.testing.assert_allclose(of_steps(0.5, w, steps), (to_x, to_w), rtol=1e-5, atol=1e-7)
-
-
-def test_a_vmapped_while_whose_lanes_end_apart_is_walked_backward():
     def loop(x, w, bound):
         return jax.lax.while_loop(lambda c: c[1] < bound, lambda c: (c[0] + 1, jnp.exp(w) * c[1] + 0.1), (0, x))[1]
 
-    x, lanes = jnp.array([0.5, 9.0, 0.1]), jnp.ones((2, 3))
-    for each in (loop, jax.vmap(loop, (None, 0, None))):
-        loss = lambda x, w, each=each: jnp.sum(jax.vmap(each, (0, None, None))(x, w, 2.0 + jnp.sum(w) * 0))
-        w = jnp.float32(0.3) if each is loop else 0.3 * lanes[0]
-        found = jax.jit(ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1)))(x, w)
-        truth = jax.jit(jax.jacfwd(loss, (0, 1)))(x, w)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, truth)
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(loss, *args):
+        return ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1))(*args), jax.jacfwd(loss, (0, 1))(*args)
+
+    of_lanes = lambda each: lambda x, w: jnp.sum(jax.vmap(each, (0, None, None))(x, w, 2.0 + jnp.sum(w) * 0))
+    lanes, twice = jnp.array([0.5, 9.0, 0.1]), jax.vmap(loop, (None, 0, None))
+    cases = [(steps, 0.5, 0.9, n) for n in (0, 1, 5, 200)]
+    cases += [(of_lanes(loop), lanes, 0.3), (of_lanes(twice), lanes, jnp.full(3, 0.3))]
+    for case in cases:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *both(*case))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
