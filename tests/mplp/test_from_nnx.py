@@ -110,18 +110,18 @@ def test_the_options_are_all_there_are():
         assert set(options) <= set(inspect.signature(type(layer).__init__).parameters)
 
 
-CELLS: dict[type, dict] = {nnx.SimpleCell: {}, nnx.GRUCell: {"gate_fn": nnx.tanh}}
+GATED = pytest.param(nnx.GRUCell, {"gate_fn": nnx.tanh}, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("cell", [nnx.SimpleCell, pytest.param(nnx.GRUCell, marks=pytest.mark.long)])
-def test_recurrence_is_flaxs_and_its_gradient_exact(cell):
+@pytest.mark.parametrize(("cell", "functions"), [(nnx.SimpleCell, {}), GATED])
+def test_recurrence_is_flaxs_and_its_gradient_exact(cell, functions):
     def model(**options):
         rngs = nnx.Rngs(0)
         rnn = nnx.RNN(cell(4, 3, rngs=rngs, bias_init=INIT[0], **options), rngs=rngs)
         return nnx.Sequential(rnn, nnx.RNN(cell(3, 5, rngs=rngs), rngs=rngs), lambda x: x[:, -1])
 
     batch = jnp.asarray(X), jnp.ones((2, 5))
-    network_of(model(activation_fn=nnx.relu, **CELLS[cell]), x=batch[0])
+    network_of(model(activation_fn=nnx.relu, **functions), x=batch[0])
     network, params = network_of(model())
     assert_descends(network, params, batch, 0.5, rtol=1e-4, atol=1e-6)
     moved = jax.tree.map(lambda p: p + 1, params)
@@ -249,15 +249,14 @@ def test_a_loss_of_arrays_reads_the_prediction():
 
 def test_a_layer_used_twice_is_one_layer():
     """Its update is the sum over its uses, as its gradient is."""
-    shared = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    shared = linear()
     inner = nnx.Sequential(shared, jnp.tanh)
-    model = nnx.Sequential(inner, nnx.Linear(4, 4, rngs=nnx.Rngs(1)), inner, shared)
-    x, y = jnp.asarray(X[:, 0]), jnp.asarray(X[:, 1])
-    network, params = mplp.from_nnx(model, mplp.squared_error, x)
+    batch = jnp.asarray(X[:, 0]), jnp.asarray(X[:, 1])
+    network, params = network_of(nnx.Sequential(inner, linear(1), inner, shared), x=batch[0])
     names = "0_dense 1_activation 2_dense 0_dense 4_activation 0_dense"
     assert [layer.name for layer in network.layers] == names.split()
     assert sorted(params) == ["0_dense", "2_dense"]
-    assert_descends(network, params, (x, y), 1.0, rtol=1e-4, atol=1e-5)
+    assert_descends(network, params, batch, 1.0, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_is_what_its_node_is():
@@ -303,22 +302,3 @@ def test_tokens_are_those_of_flax():
         assert jnp.all(jnp.isnan(got[0, 1])) and jnp.all(jnp.isfinite(got[0, 0]))
     network, params = network_of(nnx.Sequential(linear(), nnx.Embed(4, 3, rngs=nnx.Rngs(0))))
     refused(TypeError, "embedding takes integers, got a signal", network.predict, params, jnp.asarray(X))
-
-
-def images(rngs):
-    return nnx.Sequential(
-        nnx.Conv(2, 3, (3, 3), strides=2, rngs=rngs),
-        nnx.Sequential(nnx.relu, nnx.Conv(3, 4, (2, 2), padding="VALID", use_bias=False, rngs=rngs)),
-        lambda x: jnp.mean(x, axis=(1, 2), keepdims=True),
-        lambda x: x.reshape(x.shape[0], -1),
-        nnx.LayerNorm(4, rngs=rngs),
-        nnx.Linear(4, 3, rngs=rngs),
-        nnx.softmax,
-    )
-
-
-def test_a_model_is_what_it_was():
-    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 2))
-    y = jax.nn.softmax(jax.random.normal(jax.random.key(1), (2, 3)))
-    network, params = mplp.from_nnx(images(nnx.Rngs(0)), mplp.cross_entropy, x)
-    assert_descends(network, params, (x, y), 0.5, rtol=1e-4, atol=2e-6)

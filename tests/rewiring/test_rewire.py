@@ -3,7 +3,6 @@
 import functools
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import apgrad as ap
 from apgrad.rewiring import Rule
 from tests.refusals import refused
+from tests.tracing.models import MLP
 
 KEY = jax.random.key(0)
 W = 0.5 * jax.random.normal(KEY, (3, 3))
@@ -120,37 +120,24 @@ def test_weights_are_made_of_parameters_alone_and_activations_are_not():
     assert found == [("dense", 1), ("dense", 1), ("dense", 1), ("matmul", 0)]
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        return x
+MODELS = {
+    "nnx": lambda: (nnx.Sequential(*LAYERS), lambda model, x: model(x)),
+    "linen": lambda: (MLP().init(KEY, X), MLP().apply),
+    "equinox": lambda: (eqx.nn.MLP(3, 2, 4, 2, key=KEY), lambda model, x: jax.vmap(model)(x)),
+}
+LAYERS = [layer for i in range(3) for layer in (nnx.Linear(3, 3, rngs=nnx.Rngs(i)), nnx.relu)]
 
 
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(nn.relu(nn.Dense(3)(x)))
-
-
-@pytest.mark.parametrize("kind", ["nnx", "linen", "equinox"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_models_of_libraries_unchanged(kind):
-    params, f = Net(nnx.Rngs(0)), lambda model, x: model(x)
-    if kind == "linen":
-        params, f = LinenNet().init(KEY, X), LinenNet().apply
-    if kind == "equinox":
-        params, f = eqx.nn.MLP(3, 2, 4, 1, key=KEY), lambda model, x: jax.vmap(model)(x)
-    rule, messages = rebuilding(SINGLE)
+    (params, f), (rule, messages) = MODELS[kind](), rebuilding(SINGLE)
     loss = lambda f: eqx.filter_jit(eqx.filter_grad(lambda params: jnp.sum(f(params, X) ** 2)))
     got, expected = (jax.tree.leaves(eqx.filter(loss(g)(params), eqx.is_array)) for g in (ap.rewire(f, rule), f))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert sum("dot_general" in name for name in messages) == 2
+    assert sum("dot_general" in name for name in messages) == 3
     if kind == "linen":  # each module is a scope
         scopes = [s.name for s in ap.rewire(f, rebuilding(())[0]).sites(params, X) if s.kind == "scope"]
-        assert sorted(scopes) == ["LinenNet/Dense_0[0]", "LinenNet/Dense_1[0]", "LinenNet[0]"]
+        assert sorted(scopes) == [*(f"MLP/Dense_{i}[0]" for i in range(3)), "MLP[0]"]
 
 
 @pytest.mark.parametrize("around", ["plain", "scan", "cond", "remat", "jit"])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import apgrad as ap
 from tests.refusals import refused
@@ -15,33 +15,6 @@ XS = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
 
 def close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-WRAPS = {
-    "plain": lambda body: body,
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "remat of jit": lambda body: jax.checkpoint(jax.jit(body), policy=jax.checkpoint_policies.dots_saveable),
-    "cond": lambda body: lambda h, x: jax.lax.cond(h[0] < 1e9, body, lambda h, x: (h, None), h, x),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_messages_in_a_scan_are_derivatives_with_respect_to_the_states(wrap):
-    """Which are offset: the derivative with respect to the offsets is what the tap must see."""
-
-    def loss(w, offsets):
-        body = lambda h, x: (ap.tap(jnp.tanh(h @ w + x[0]) + x[1], "state"), None)
-        return jnp.sum(jax.lax.scan(WRAPS[wrap](body), jnp.ones(3), (XS, offsets))[0] ** 2)
-
-    zeros, gradient = jnp.zeros_like(XS), jax.grad(loss, argnums=(0, 1))
-    (to_w, to_states), taps = jax.jit(ap.with_taps(gradient))(W, zeros)
-    close(taps["state"].message, to_states)
-    np.testing.assert_array_equal(to_w, jax.jit(gradient)(W, zeros)[0])
-    h, states = jnp.ones(3), []
-    for x in XS:
-        states.append(h := jnp.tanh(h @ W + x))
-    close(taps["state"].value, jnp.stack(states))
 
 
 def test_vmap_outside_and_inside():
@@ -133,32 +106,46 @@ def test_a_product_of_the_hessian_taps_the_first_message():
     assert (gradient, second, taps["square"].message) == (108, 108, 18)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(["sin", "scan", "jit", "remat", "vmap", "double"]), min_size=1, max_size=4))
-def test_any_nest_of_transformations(steps):
-    """The message at the end of each step is the derivative with respect to an offset there."""
+WRAPS = {
+    "plain": lambda body: body,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "remat": jax.checkpoint,
+    "remat of jit": lambda body: jax.checkpoint(jax.jit(body), policy=jax.checkpoint_policies.dots_saveable),
+    "cond": lambda body: lambda h, x: jax.lax.cond(h[0] < 1e9, body, lambda h, x: (h, h), h, x),
+}
 
-    def run(x, offsets, mark):
-        for i, kind in enumerate(steps):
-            f = jnp.sin
-            if kind == "scan":
-                f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=2)[0]
-            elif kind == "vmap":
-                f = jax.vmap(jnp.sin)
-            elif kind == "double":
-                f = lambda x: 2 * x
-            g = lambda x, f=f, i=i: mark(f(x) + offsets[i], f"step {i}")
-            x = {"jit": jax.jit, "remat": jax.checkpoint}.get(kind, lambda g: g)(g)(x)
-        return jnp.sum(x**2)
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(sorted(WRAPS)), st.booleans()), min_size=1, max_size=4))
+@example([(wrap, True) for wrap in WRAPS])
+def test_messages_are_derivatives_with_respect_to_the_values_in_any_nest_of_transformations(steps):
+    """Each value, or each of a scan, is offset: the derivative with respect to the offset is what its tap must see."""
+
+    def run(w, offsets, mark):
+        h, values = np.float32([0.3, 0.7]), []
+        for i, ((wrap, in_scan), offset) in enumerate(zip(steps, offsets, strict=True)):
+
+            def body(h, offset, i=i):
+                h = mark(jnp.sin(w * h) + offset, f"step {i}")
+                return h, h
+
+            body = WRAPS[wrap](body)
+            h, value = jax.lax.scan(body, h, offset) if in_scan else body(h, offset)
+            values.append(value)
+        return jnp.sum(h**2), values
 
     @jax.jit
-    def both(x, offsets):
-        _, taps = ap.with_taps(jax.grad(lambda x: run(x, offsets, ap.tap)))(x)
-        return taps, jax.grad(lambda offsets: run(x, offsets, lambda x, _: x))(offsets)
+    def both(w, offsets):
+        gradient = lambda w, mark: jax.grad(run, (0, 1), has_aux=True)(w, offsets, mark)
+        return ap.with_taps(lambda w: gradient(w, ap.tap))(w), gradient(w, lambda x, _: x)
 
-    taps, expected = both(np.float32([0.3, 0.7]), [np.zeros(2, np.float32)] * len(steps))
-    for i, message in enumerate(expected):
+    offsets = [np.zeros((3, 2) if in_scan else 2, np.float32) for _, in_scan in steps]
+    ((found, _), taps), (wanted, values) = both(1.5, offsets)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for i, (message, value) in enumerate(zip(wanted[1], values, strict=True)):
         close(taps[f"step {i}"].message, message)
+        close(taps[f"step {i}"].value, value)
 
 
 def test_with_taps_within_with_taps_takes_its_own():
