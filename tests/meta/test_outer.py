@@ -297,15 +297,17 @@ def test_noise_is_added_to_floating_point_numbers_alone():
     jax.eval_shape(meta.perturbed(problem._replace(perturb=part), unrolls=2), *args)
 
 
-def test_forward_mode_differentiates_message_passing():
+def test_message_passing_by_the_exact_rule_is_gradient_descent_in_forward_mode_too():
     """Its nodes have no forward mode, but the inner step differentiates them itself."""
-    task = meta.sinusoid(sizes=(1, 2, 1), batch=2, held_out=2)
-    problem = meta.inner_problem(task, meta.message_passing(task.network), 2)
-    rule, key = mplp.Exact(0.1), jax.random.key(0)
-    both = [meta.forward_mode(problem), meta.reverse_mode(problem)]
-    one, two = jax.jit(lambda rule: [outer(rule, key)[:2] for outer in both])(rule)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, two)
-    assert all(jnp.any(g != 0) for g in jax.tree.leaves(two[1]))
+    task, key = meta.sinusoid(sizes=(1, 2, 1), batch=2, held_out=2), jax.random.key(0)
+    problem = lambda learner: meta.inner_problem(task, learner, 2)
+    passing, descent = problem(meta.message_passing(task.network)), problem(meta.optimizer(optax.sgd, task.loss))
+    ways = [(meta.forward_mode(passing), mplp.Exact(0.1)), (meta.reverse_mode(passing), mplp.Exact(0.1))]
+    ways += [(meta.reverse_mode(descent), jnp.float32(0.1))]
+    forward, reverse, wanted = jax.jit(lambda: [jax.tree.leaves(outer(rate, key)[:2]) for outer, rate in ways])()
+    for found in (forward, reverse):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert wanted[1] != 0
 
 
 def test_forward_mode_says_what_it_cannot_differentiate():

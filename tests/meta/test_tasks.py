@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 from apgrad import meta, mplp
@@ -53,18 +52,22 @@ def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeyp
     assert meta.data.load("cifar10", size=8, folder=tmp_path).x_train.shape == (6, 8 * 8 * 3)
 
 
+x, y = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % 3
+
+
+def write(folder, **some):
+    np.savez(folder / "mnist.npz", **{"x_train": x, "y_train": y, "x_test": x, "y_test": y} | some)
+
+
 def test_a_file_of_what_is_no_bytes_and_labels_or_is_damaged_is_named(tmp_path):
     """Images in [0, 1] became black and white, and the rows of one-hot labels ten labels each."""
-    x, y = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % 3
-    whole = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
-    write = lambda **some: np.savez(tmp_path / "mnist.npz", **whole | some)
     wrong = {"x_train": x / 255, "x_test": x + 200}, {"x_test": x.reshape(6, 16)}, {"y_train": np.eye(3)[y]}
     for some in (*wrong, {"y_test": y - 1}, {"y_train": y[:5]}, {"x_train": x[:0], "y_train": y[:0]}):
-        write(**some)
+        write(tmp_path, **some)
         refused(ValueError, r"mnist.npz should have images .* of bytes", meta.data.load, "mnist", folder=tmp_path)
-    write(x_train=x.astype(float), y_test=y[:, None])
+    write(tmp_path, x_train=x.astype(float), y_test=y[:, None])
     np.testing.assert_array_equal(meta.data.load_bytes("mnist", folder=tmp_path).x_train[..., 0], x)
-    write(x_train=x * 0)
+    write(tmp_path, x_train=x * 0)
     refused(ValueError, "of mnist have all the same value", meta.data.load, "mnist", folder=tmp_path, size=4)
     (tmp_path / "mnist.npz").write_bytes((tmp_path / "mnist.npz").read_bytes()[:99])
     refused(ValueError, "mnist.npz is damaged", meta.data.load, "mnist", folder=tmp_path)
@@ -73,8 +76,7 @@ def test_a_file_of_what_is_no_bytes_and_labels_or_is_damaged_is_named(tmp_path):
 def test_images_are_loaded_from_the_folder_that_is_named_now_and_stay_as_they_are(tmp_path, monkeypatch):
     for classes in (2, 3):
         (folder := tmp_path / str(classes)).mkdir()
-        x, y = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % classes
-        np.savez(folder / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        write(folder, y_train=y % classes, y_test=y % classes)
         monkeypatch.setenv("APGRAD_DATA", str(folder))
         assert meta.data.load("mnist").classes == classes
     for place, classes in (("2", 2), ("3", 3)):
@@ -111,20 +113,6 @@ def test_a_pool_has_so_many_members():
     pooled = meta.pool(prior, 3, jax.random.key(0))
     draws = jax.vmap(pooled)(jax.random.split(jax.random.key(1), 100))["dense_in"]["kernel"]
     assert len(np.unique(np.asarray(draws).reshape(100, -1), axis=0)) == 3
-
-
-@pytest.mark.quick
-def test_a_sgd_step_is_the_exact_rules_step():
-    """Two kinds of learner, one step: the loss of both is the mean over the batch."""
-    task = meta.sinusoid(sizes=(1, 3, 1))
-
-    @jax.jit
-    def steps(key):
-        params, batch = task.prior(key), task.batch(task.draw(key), key)
-        learners = (meta.optimizer(optax.sgd, task.loss), 0.1), (meta.message_passing(task.network), mplp.Exact(0.1))
-        return [m.step(theta, params, m.init(theta, params, batch), batch)[0] for m, theta in learners]
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *steps(jax.random.key(0)))
 
 
 def test_batch_entropy():
