@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.report.contents import CLAIMS, NOTES, QUESTIONS, TABLES
+from experiments.report.rows import told
 from experiments.report.verdicts import Value, figure, is_small, verdict
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,10 +84,11 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
             shown = figure(ours) if isinstance(ours, Value) else ours[0]
             judged = verdict(claim, runs[claim.run])
             rows.append([claim.source, claim.what, published, shown, link(claim.run), f"**{judged}**"])
-        parts += [f"### {paper}\n", table(rows), *([NOTES[paper] + "\n"] if paper in NOTES else [])]
+        parts += [f"### {paper}\n", table(rows), *([told(NOTES[paper], runs) + "\n"] if paper in NOTES else [])]
     parts.append("## What was measured\n")
     for entry in TABLES:
-        parts += [f"### {entry.title}\n", f"{entry.text} Run: {link(entry.run)}.\n", table(entry.rows(runs[entry.run]))]
+        text = f"{told(entry.text, runs, entry.run)} Run: {link(entry.run)}.\n"
+        parts += [f"### {entry.title}\n", text, table(entry.rows(runs[entry.run]))]
     parts += [
         "## All runs\n",
         'The last column has the commits of the code that was measured, with a "+" where it had changes that were '

@@ -1,5 +1,9 @@
-"""The rows of the tables of single runs: functions of a run's results that return rows of text, the head first."""
+"""The rows of the tables of single runs: functions of a run's results that return rows of text, the head first.
 
+Beside them `told`, which reads the figures in a text.
+"""
+
+import re
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +49,31 @@ class _Shown:
 
 def _shown(form: str, row: dict[str, Any]) -> str:
     return form.format(**{name: _Shown(row, name) for name in row})
+
+
+def told(text: str, runs: dict[str, Results], run: str = "") -> str:
+    """A text with its figures: each `<where: format>` is a row's, or another part's of a run, without a leading zero.
+
+    `where` has, with semicolons between, another run's name or none, names that lead into the results, and the values
+    that one row of them alone has.
+
+    Example:
+      >>> run = {"rows": [{"who": "RP", "cost": 0.25}, {"who": "LR", "cost": 2.0}], "tame": {"loss": -0.5}}
+      >>> told("RP costs <who=RP: {cost:.2f}>, LR <a; who=LR: {cost:.0f}>, a loss <tame: {loss:.1f}>.", {"a": run}, "a")
+      'RP costs .25, LR 2, a loss -.5.'
+    """
+
+    def read(match: re.Match[str]) -> str:
+        parts = [part for part in match[1].split("; ") if part]
+        found = runs[parts.pop(0) if parts and parts[0] in runs else run]
+        where = [part.split("=", 1) for part in parts if "=" in part]
+        for name in (part for part in parts if "=" not in part):
+            found = found[name]
+        if where:
+            (found,) = (row for row in found["rows"] if all(str(row[name]) == value for name, value in where))
+        return re.sub(r"(?<![\d.])0(?=\.\d)", "", _shown(match[2], found))
+
+    return re.sub(r"<([^<>:]*): ([^<>]*)>", read, text)
 
 
 def listed(results: Results, columns: list[list[str]], by: str | None = None) -> Rows:
