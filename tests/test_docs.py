@@ -13,9 +13,11 @@ import jax
 import pytest
 
 import apgrad as ap
+from apgrad import mplp
 from experiments import tracing_ablation
 from experiments.mplp_from_random import PUBLISHED
 from experiments.report import __main__ as report
+from experiments.report.contents import NOTES, TABLES
 from experiments.report.readers import growth
 
 ROOT = Path(__file__).parent.parent
@@ -242,6 +244,87 @@ def test_measured_figures_of_readme_and_wings_are_the_results():
         assert set(re.findall(figure, prose)) == known.get(str(path.relative_to(ROOT)), set()), path.name
 
 
+def ratios_of_results() -> dict[str, set[str]]:
+    """What is typed in the texts of *Results*, by the run or paper, since it compares rows."""
+    rows = lambda run, **where: [r for r in results(run)["rows"] if where.items() <= r.items()]
+    one = lambda run, column, **where: next(r[column] for r in rows(run, **where))
+    noise = {run: rows(run, batch=150) for run in ("rad_noise-paper", "rad_noise-mlp")}
+    better = {
+        run: [1 / r["against_smaller_batch"] for r in found if r["method"].startswith("rounding")]
+        for run, found in noise.items()
+    }
+    last = max(r["layer"] for r in noise["rad_noise-paper"])
+    few, all_of_them = (
+        one("rad_noise-paper", "squared_error", method=method, batch=batch, steps=500, layer=last)
+        for method, batch in (("different 0.1", 600), ("baseline", 150))
+    )
+    samples = [1 / r["against_smaller_batch"] for r in noise["rad_noise-paper"] if r["steps"] == 500
+               and r["layer"] < last and r["method"].split()[0] not in ("baseline", "rounding")]  # fmt: skip
+    seeds = [[r["accuracy"] for r in rows("mplp_objective-random", objective=o)] for o in ("published", "held-out")]
+    behind = min(r["ahead of best"] for r in rows("mplp_settings-paper", rule="images, surrogate", steps=100))
+    part = lambda column, **where: one("mplp_ablation-paper", column, updates=20, **where)
+    whole = [part("accuracy", rule="whole", training=when) for when in ("before", "after")]
+    ways = ("jax.checkpoint", "plan, quarter")
+    compiled = [one("benchmarks.accelerator-paper", "MB_compiled", method=method) for method in ways]
+    losses = [one("rad_training-mlp", "train_loss", method=method) for method in ("reduced", "different")]
+    convnets = max(
+        r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"] - 1
+        for r in rows("rad_prediction-convnets", steps=300)
+        if r["sampler"] == "stratified 0.1"
+    )
+    accuracy = [one("ways_back-convnet", "test_accuracy", rule=r) for r in ("feedback_alignment", "last_layer")]
+    biases = [r["bias"] for r in rows("gaussian_shaping_swarm-paper", swarm="bounded force", method="GS-TP")
+              if r["cost"] != "quadratic"]  # fmt: skip
+    ends = lambda values, form: f"{min(values):{form}} to {max(values):{form}} times"
+    return {
+        "Proppo and PIPPS: total propagation": {f"{100 * min(biases):.0f} to {100 * max(biases):.0f} %"},
+        "MPLP": {apart := f"{max(max(each) - min(each) for each in seeds):.0f} points"},
+        "mplp_objective-random": {apart},
+        "mplp_settings-paper": {f"{-behind:.1f} points"},
+        "mplp_ablation-paper": {
+            f"{-part('ahead', rule='gradient alone', training='after'):.0f} points",
+            f"{whole[1] - whole[0]:.0f} points",
+            f"{-part('ahead', rule='no whitening', training='before'):.0f} points",
+        },
+        "benchmarks.accelerator-paper": {f"{100 * (1 - compiled[0] / compiled[1]):.0f} %"},
+        "rad_training-mlp": {f"{float(f'{losses[0] / losses[1]:.1g}'):.0f} times"},
+        "rad_noise-paper": {
+            ends(samples, ".1f"),
+            f"{few / all_of_them:.1f} times",
+            ends(better["rad_noise-paper"], ".0f"),
+        },
+        "rad_noise-mlp": {ends(better["rad_noise-mlp"], ".0f")},
+        "rad_prediction-convnets": {f"{100 * convnets:.0f} %"},
+        "ways_back-convnet": {f"{100 * (accuracy[0] - accuracy[1]):.0f} points"},
+    }
+
+
+@pytest.mark.quick
+def test_ratios_in_the_texts_of_results_are_the_results():
+    """Each typed "N times", "N %" and "N points" of these texts is in the list, or a setting, and nothing else is."""
+    known, figure = ratios_of_results(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%|points)"
+    settings = {"95 %", "1 %", "4 times", "4 and 10 times", "60 times", "50 points"}
+    texts = [*NOTES.items(), *((entry.run, entry.text) for entry in TABLES)]
+    found = {(name, each) for name, text in texts for each in re.findall(figure, text) if each not in settings}
+    assert found == {(name, each) for name, those in known.items() for each in those}
+
+
+@pytest.mark.quick
+def test_what_the_page_of_learned_messages_says_of_points_is_the_results():
+    page, rules = words_of(DOCS / "wings" / "mplp.md"), ("image_mlp", "images")
+    cards = [{k: v["mean"] for k, v in mplp.pretrained_card(rule)["results"].items()} for rule in rules]
+    ahead = max(value - cards[1][name] for name, value in cards[0].items())
+    assert f"is better there by up to {ahead:.0f} points" in page
+    after = [r["accuracy"] for when in ("trained", "untrained") for r in results("mplp_architectures-digits")["rows"]
+             if (r["network"], r["updates"], r["method"]) == ("ConvNet", 100, when)]  # fmt: skip
+    assert f"and {after[1] - after[0]:.0f} points behind it on digits" in page
+    rows = results("mplp_ablation-paper")["rows"]
+    alone = {r["training"]: r for r in rows if (r["rule"], r["updates"]) == ("gradient alone", 20)}
+    lost = alone["before"]["accuracy"] - alone["after"]["accuracy"]
+    behind = f"is {-alone['after']['ahead']:.0f} points behind after 20 updates, and {lost:.0f} behind its own start"
+    assert behind in page
+
+
 @pytest.mark.quick
 def test_the_page_of_the_policy_has_the_figures_of_the_results():
     errors, learnt = (results(name)["rows"] for name in ("gradient_errors-paper", "policy_search_clipped-warm_up"))
@@ -276,6 +359,19 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
     wanted = f"so a [policy](docs/tasks/policy.md) comes to a cost of {clipped}, "
     wanted += f"in the time in which short horizons come to {near} and plain gradients to {plain}."
     assert wanted in words_of(ROOT / "README.md")
+
+
+@pytest.mark.quick
+def test_the_first_study_of_policies_is_told_as_the_results_have_it():
+    run, (text,) = results("policy_search-paper"), [e.text for e in TABLES if e.run == "policy_search-paper"]
+    rates, rows = run["config"]["rates"], {r["method"]: r for r in run["rows"]}
+    listed = lambda names: " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    at = lambda rate: listed([f"`{name}`" for name, r in rows.items() if r["rate"] == rate])
+    assert f"the lowest for {at(min(rates))}, the highest for {at(max(rates))}, so that" in text
+    short = rows.pop("RP, short")
+    near = listed([f"`{name}`" for name, r in rows.items() if r["cost_low"] <= short["cost"] <= r["cost_high"]])
+    assert f"has the lowest mean, though within the intervals of {near}, and is first" in text
+    assert all(short["cost"] < r["cost"] and (r["steps"] or 1e9) > short["steps"] for r in rows.values())
 
 
 @pytest.mark.quick

@@ -4,5 +4,5 @@
     python -m experiments.report --check    # ends with 1 where a page differs from what would be written
 
 `pages.toml` has what the papers say, and the texts; `readers` read of a run what is held against a paper, `verdicts`
-compares the two, and `rows` fills the tables of single runs. No figure is typed by hand but the papers' own.
+compares the two, and `rows` fills the tables of single runs. Typed are the papers' own figures, and what compares rows.
 """
