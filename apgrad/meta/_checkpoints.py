@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import noted, whole
 from apgrad._ground.files import named_leaves
 
 
@@ -52,7 +52,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         Args:
           step: the number of the checkpoint, larger than all in the folder, or a ValueError.
-          tree: a pytree of arrays and PRNG keys.
+          tree: a pytree of arrays and PRNG keys. NumPy's arrays stay NumPy's.
         """
         latest = self.latest()
         if whole("step", step, 0) <= (-1 if latest is None else latest):
@@ -71,8 +71,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         Args:
           step: the number of the checkpoint.
-          like: a pytree of the same structure, shapes, dtypes and shardings.
+          like: a pytree of the same structure, shapes, dtypes and shardings; shapes may stand for JAX's arrays.
         """
+        if step not in (steps := self._manager.all_steps()):
+            raise ValueError(f"{self._folder} has no checkpoint of step {step}; it has those of {sorted(steps)}")
+        shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding) if shape(x) else x, like)
         wanted = _arrays(like)
         try:
             metadata: Any = self._manager.metadata(step).custom_metadata
@@ -121,12 +125,19 @@ def _checksum(x):
 
 def _arrays(tree):
     """The leaves by name, in the order of their names, with random keys as their data."""
-    data = lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
-    return {name: data(leaf) for name, leaf in sorted(named_leaves(tree).items())}
+
+    def data(name, leaf):
+        with noted(f"This is the leaf {name} of a checkpoint, which holds arrays and PRNG keys."):
+            array = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+        # Of NumPy's 64 bits JAX makes 32.
+        return np.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else array
+
+    return {name: data(name, leaf) for name, leaf in sorted(named_leaves(tree).items())}
 
 
 def _described(arrays):
-    return {name: [_form(x), int(_checksum(x))] for name, x in arrays.items()}
+    plain = lambda x: np.ravel(x).view(np.uint8) if isinstance(x, np.ndarray) else x
+    return {name: [_form(x), int(_checksum(plain(x)))] for name, x in arrays.items()}
 
 
 def _form(x):

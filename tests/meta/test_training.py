@@ -218,6 +218,27 @@ def test_checkpoints_hold_every_leaf(tmp_path):
             refused(ValueError, f"of step 1, and steps grow: got step={step}", checkpoints.save, step, tree)
 
 
+def test_checkpoints_of_numpy_arrays_have_all_their_bits(tmp_path):
+    tree = {"count": np.array([2**40, 3]), "mean": np.float64(1 / 3), "turned": np.arange(6.0).reshape(2, 3).T}
+    with meta.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, tree)
+        found = checkpoints.restore(1, jax.tree.map(np.zeros_like, tree))
+    for name, x in tree.items():
+        assert found[name].dtype == x.dtype
+        np.testing.assert_array_equal(found[name], x)
+
+
+def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_path):
+    tree = {"x": jnp.ones(2), "key": jax.random.key(1), "none": jnp.zeros((0, 3))}
+    with meta.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, tree)
+        assert same(checkpoints.restore(3, jax.eval_shape(lambda: tree)), tree)
+        refused(ValueError, r"has no checkpoint of step 2; it has those of \[3\]", checkpoints.restore, 2, tree)
+        with pytest.raises(TypeError) as error:
+            checkpoints.save(4, {"x": jnp.ones(2), "name": "mine"})
+        assert "the leaf name of a checkpoint" in error.value.__notes__[0]
+
+
 def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path):
     def log(step, metrics):
         refused(ValueError, f"another run trains in .*process {os.getpid()}", trained, tmp_path, 2)
