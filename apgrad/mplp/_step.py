@@ -138,7 +138,8 @@ def scan_steps(
       >>> ap.mplp.scan_steps(lambda s, _: (s / 2, s), jnp.ones(()), length=4, remat=2)[1].tolist()
       [1.0, 0.5, 0.25, 0.125]
     """
-    given = [jnp.shape(x)[:1] for x in jax.tree.leaves(inputs)] + ([] if length is None else [(length,)])
+    given = [jnp.shape(x)[:1] for x in jax.tree.leaves(inputs)]
+    given += [] if length is None else [(whole("length", length, 0),)]
     if not given or len(set(given)) > 1 or not given[0]:
         raise ValueError(
             "the inputs of scan_steps have one leading axis, the steps, and length, needed without inputs, is as long: "

@@ -121,6 +121,7 @@ def test_inputs_of_several_lengths_or_none_and_segments_of_none():
         refused(ValueError, "one leading axis", scan, inputs, length=length, remat=2)
     np.testing.assert_array_equal(scan(jnp.ones((0, 2)), remat=True)[0], 1.0)
     refused(ValueError, "remat must be an integer of at least 1, got 0", scan, jnp.ones((3, 2)), remat=0)
+    refused(ValueError, "length must be an integer of at least 0, got -1", scan, length=-1)
 
 
 @pytest.mark.quick
