@@ -6,8 +6,8 @@
 *A rule.* A learned optimizer with 147 meta-parameters trains a 1-16-1 network on sinusoids for T = 200 steps. It sees
 each parameter's gradient g, its momenta, the parameter and the time, and starts as gradient descent along g / (1 +
 |g|^2)^(1/2). There are two starts: *tame*, with a learning rate twenty times too small, and *chaotic*, with one that is
-seven and a half times too large. The loss of an unroll is the mean loss on the minibatches before each step; the validation loss
-is the mean over the same steps on the held-out points of tasks that are always the same.
+seven and a half times too large. The loss of an unroll is the mean loss on the minibatches before each step; the
+validation loss is the mean over the same steps on the held-out points of tasks that are always the same.
 
 *Influence balancing* (`parts/influence_balancing.py`) is a linear recurrence in which few steps say that theta, one
 number, moves the loss the wrong way, and whose derivative has a closed form. It has no randomness, so the methods that
