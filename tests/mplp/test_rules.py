@@ -451,7 +451,10 @@ NODES = [
     (lambda at: cross_entropy(at, jnp.ones((4, 3), int)), r"got int32\(4, 3\)\. .*target\.astype\(float\)"),
     (lambda at: mplp.squared_error(at["l"], S(at, X[:, :1]), X[:, 0]), r"\(4, 1\), got .*target\[\.\.\., None\]"),
     (lambda at: mplp.softmax_cross_entropy(at["l"], S(at, X[:, :1]), X), r"\(4, 1\).*two outputs.*mplp.readout"),
-    (lambda at: mplp.cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]), r"two classes or more.*\(4,\).*two outputs"),
+    (
+        lambda at: mplp.cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]),
+        r"two classes or more.*\(4,\).*squared_error.*two outputs",
+    ),
     (lambda at: mplp.embedding(at["e"], jnp.ones(3), W), "embedding takes integers"),
     (lambda at: [embedding(at, n) for n in (4, 3)], r"first input has 4 examples, 'e3', of shape \(3,\).*positions"),
     (lambda at: dense(at, ap.Signal.of(X, 3), W), r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"),
