@@ -10,7 +10,6 @@ component.
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad._ground.arguments import per_axis, whole
+from apgrad._ground.arguments import integers, number, per_axis, whole
 from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs.jaxprs import has_own_rule, trace
@@ -111,7 +110,12 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
       axes: the axes over which mean and variance are taken.
       epsilon: a number that is added to the variance.
     """
-    axes = tuple(map(operator.index, axes if isinstance(axes, Sequence) else (axes,)))
+    require_signals(f"the normalize node {place.name!r}", [signal])
+    number("epsilon of normalize", epsilon)
+    axes, shape = integers(axes, "axes of normalize"), signal.value.shape
+    inside = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}
+    if len(inside) < max(len(axes), 1):
+        raise ValueError(f"axes of normalize are axes of the signal, which has the shape {shape}, each once: {axes}")
 
     def function(x):
         wide = x.astype(np.promote_types(x.dtype, np.float32))  # squares of half precision overflow

@@ -1,6 +1,6 @@
 """Networks of Flax layers: an `nnx.Sequential` becomes a network, and is made of it again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from apgrad._ground.arguments import noted
+from apgrad._ground.messages import describe
 from apgrad._ground.port import Signal
 from apgrad.mplp import _nodes as nodes
 from apgrad.mplp._layers import Apply, Layer, layer
@@ -84,7 +85,7 @@ class Sequential(NamedTuple):
         signal: Any = x if tokens else places.signal(x)
         outputs = []
         for made in self.layers:
-            own = params.get(made.name)
+            own = _of_layer(made.name, params)
             if (given := _paths(own)) != made.parameters:
                 raise ValueError(
                     f"the layer {made.name!r} has the parameters {made.parameters}, got {given}. Give all that "
@@ -93,6 +94,12 @@ class Sequential(NamedTuple):
             signal = made.apply(places[made.name], own, signal)
             outputs.append((made.name, signal))
         return outputs
+
+
+def _of_layer(name: str, params: Any) -> Any:
+    if not isinstance(params, Mapping):
+        raise TypeError(f"parameters are a dictionary of layers, as of from_nnx, got {describe(params)}")
+    return params.get(name)
 
 
 def _paths(params: Any) -> tuple[str, ...]:
@@ -129,11 +136,6 @@ def from_nnx(
       >>> [layer.name for layer in network.layers]
       ['0_dense', '1_activation', '2_softmax']
     """
-    if type(model) is not nnx.Sequential:
-        raise TypeError(
-            f"from_nnx takes an nnx.Sequential, got {type(model).__name__}. A network of another shape is a function "
-            "(places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
-        )
     found = _named(model, names)
     if not found:
         raise ValueError("from_nnx takes a model with at least one layer, got an empty nnx.Sequential")
@@ -174,7 +176,7 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
     model = nnx.clone(model)
     found = {name: (part, made.params) for name, part, made in _named(model, names) if jax.tree.leaves(made.params)}
     for name, (part, old) in found.items():
-        new = params.get(name)
+        new = _of_layer(name, params)
         got, wanted = (jax.tree.map(jnp.shape, tree) for tree in (new, old))
         if got != wanted:
             raise ValueError(f"the layer {name!r} has parameters of shapes {wanted}, as of from_nnx, got {got}")
@@ -186,6 +188,11 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
 
 def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
     """The parts of a model, each with its name and as a layer; one that is used twice has the name of its first use."""
+    if type(model) is not nnx.Sequential:
+        raise TypeError(
+            f"from_nnx and to_nnx take an nnx.Sequential, got {type(model).__name__}. A network of another shape is a "
+            "function (places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
+        )
     found = _flatten(model)
     kinds = [made.kind for _, made in found]
     names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]

@@ -227,7 +227,8 @@ def test_what_is_no_layer_is_refused():
     for parts, match in NO_LAYERS:
         refused(TypeError, match, network_of, nnx.Sequential(*parts))
     refused(ValueError, r"at least one layer, got an empty nnx\.Sequential", network_of, nnx.Sequential())
-    refused(TypeError, r"takes an nnx.Sequential, got Own", network_of, own(nnx.Sequential)(inner))
+    refused(TypeError, r"take an nnx.Sequential, got Own", network_of, own(nnx.Sequential)(inner))
+    refused(TypeError, r"take an nnx.Sequential, got Linear", mplp.to_nnx, inner, {})
     model = nnx.Sequential(nnx.Dropout(0.5, deterministic=True), nnx.Dropout(0.0, rngs=nnx.Rngs(0)))
     network_of(model, x=jnp.asarray(X))
     network_of(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]))

@@ -74,6 +74,13 @@ class TestWiring:
         for options, match in ((0,), "must be an integer of at least 1, got 0"), ((2, "median"), "got 'median'"):
             refused(ValueError, match, mplp.fork, signal, *options)
 
+    def test_normalize_names_axes_and_an_epsilon_that_are_none(self):
+        at, signal = mplp.Places()["n"], ap.Signal.of(jnp.ones((2, 3)), 1)
+        for axes in (2, (-3, 0), (1, -1), ()):
+            refused(ValueError, r"of the signal, which has the shape \(2, 3\)", mplp.normalize, at, signal, axes)
+        refused(TypeError, "axes of normalize must be an integer", mplp.normalize, at, signal, 1.5)
+        refused(ValueError, "epsilon of normalize must be", mplp.normalize, at, signal, epsilon=-1.0)
+
     def test_wire_leads_each_component_back_by_the_transposed_jacobian(self):
         x, m = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), jax.random.normal(jax.random.key(0), (2, 2, 2))
         function = lambda x: jnp.sin(x) @ jnp.ones((3, 2)) + 1.0
