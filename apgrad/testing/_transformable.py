@@ -27,7 +27,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
       >>> ap.testing.assert_transformable(ap.node(ap.backpropagation(jnp.sin)), jnp.array(1.0))
     """
     both = jax.value_and_grad(function)
-    own = both(*args)
+    own = jax.tree.map(jnp.asarray, both(*args))  # JAX gives a Python number back as it came
     if any(np.isnan(x).any() for x in jax.tree.leaves(own)):
         raise AssertionError(f"value or gradient is NaN, so that a change cannot be seen: {own}")
     copies = [nearby(args, number) for number in range(2)]

@@ -118,6 +118,7 @@ def test_what_a_transformation_changes_is_named():
 
     refused(AssertionError, "under jit", ap.testing.assert_transformable, impure, jnp.float32(1.0))
     refused(AssertionError, "NaN, .* cannot be seen", ap.testing.assert_transformable, jnp.sqrt, jnp.float32(-1.0))
+    ap.testing.assert_transformable(lambda x: x, 1.0)
 
 
 def square_with_a_batching_rule(rule):
