@@ -56,7 +56,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 import apgrad as ap
-from apgrad._ground.files import locked, write_atomically
+from apgrad._ground.files import locked, named_leaves, write_atomically
 
 Cell = Mapping[str, Any]
 """One point of an experiment's grid: names to strings and numbers."""
@@ -226,7 +226,7 @@ class Checkpoint(NamedTuple):
         """The saved state, whose arrays have the given one's names, or the given one where nothing is saved."""
         if not self.path.exists():
             return state
-        names = _names(state)
+        names = list(named_leaves(state))
         try:
             with np.load(io.BytesIO(self.path.read_bytes())) as file:
                 saved = file["names"].tolist()
@@ -242,12 +242,8 @@ class Checkpoint(NamedTuple):
         """Writes the state, a pytree of arrays and keys, in full or not at all."""
         file = io.BytesIO()
         raw = (jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(state))
-        np.savez(file, *map(np.asarray, raw), names=np.array(_names(state)))
+        np.savez(file, *map(np.asarray, raw), names=np.array(list(named_leaves(state))))
         write_atomically(self.path, file.getvalue())
-
-
-def _names(state: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
 
 def _is_key(leaf: Any) -> bool:
@@ -441,7 +437,7 @@ def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
     if found != wanted:
         different = [f"  {name}: {a!r} there, {b!r} now\n" for name, a, b in _differences(found, wanted)]
         words = (
-            "Go on with the same configuration, choose another folder with --out, or delete the folder to begin again."
+            "Go on with the same configuration, choose another folder with --out, or delete this one to begin again."
         )
         raise SystemExit(f"{folder} holds a run with another configuration:\n{''.join(different)}{words}")
 

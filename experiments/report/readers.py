@@ -165,10 +165,9 @@ def shaping(results: Results) -> tuple[str, bool]:
 
 
 def largest_gain(results: Results, method: str, baseline: str) -> tuple[str, bool]:
-    ends = (f"{which} gain of {method} over {baseline}" for which in ("smallest", "largest"))
-    least, most = (results[name]["value"] for name in ends)
-    low = results[f"largest gain of {method} over {baseline}"]["interval"][0]
-    return f"squared error over that of {method}: {least:.2g} to {most:,.{0 if most > 10 else 1}f}", low >= 100
+    ends = (results[f"{which} gain of {method} over {baseline}"] for which in ("smallest", "largest"))
+    (least, _), (most, within) = ((end["value"], end["interval"]) for end in ends)
+    return f"squared error over that of {method}: {least:.2g} to {most:,.{0 if most > 10 else 1}f}", within[0] >= 100
 
 
 def gain_of_both(results: Results) -> tuple[str, bool]:

@@ -64,13 +64,12 @@ def told(text: str, runs: dict[str, Results], run: str = "") -> str:
     """
 
     def read(match: re.Match[str]) -> str:
-        parts = [part for part in match[1].split("; ") if part]
-        found = runs[parts.pop(0) if parts and parts[0] in runs else run]
-        where = [part.split("=", 1) for part in parts if "=" in part]
-        for name in (part for part in parts if "=" not in part):
+        parts = [part.partition("=") for part in match[1].split("; ") if part]
+        found = runs.get(parts[0][0] if parts else run) or runs[run]
+        for name in (name for name, given, _ in parts if not given and name not in runs):
             found = found[name]
-        if where:
-            (found,) = (row for row in found["rows"] if all(str(row[name]) == value for name, value in where))
+        if where := {(name, value) for name, given, value in parts if given}:
+            (found,) = (row for row in found["rows"] if where <= {(name, str(value)) for name, value in row.items()})
         return re.sub(r"(?<![\d.])0(?=\.\d)", "", _shown(match[2], found))
 
     return re.sub(r"<([^<>:]*): ([^<>]*)>", read, text)
@@ -190,28 +189,23 @@ def outer_gradients(results) -> Rows:
     found = {(r["estimator"], r["theta"]): r for r in results["rows"] if r["T"] == 40}
     rows = [["outer gradient", "variance, tame", "bias", "variance, chaotic", "bias"]]
     for name in dict.fromkeys(r["estimator"] for r in results["rows"]):
-        row = [name]
-        for theta in (0.1, 0.9):
-            r = found.get((name, theta), {"variance": None})
-            variance = r["variance"]
-            row.append("-" if variance is None else f"{variance:.2g}")
-            tame = variance is not None and variance < 1e6
-            row.append(_figure(r, "bias", error="bias_standard_error") if tame else "-")
-        rows.append(row)
+        rows.append([name])
+        for r in (found.get((name, theta), {"variance": None}) for theta in (0.1, 0.9)):
+            tame = r["variance"] is not None and r["variance"] < 1e6
+            bias = _figure(r, "bias", error="bias_standard_error") if tame else "-"
+            rows[-1] += [_shown("{variance:.2g|-}", r), bias]
     return rows
 
 
 def outer_training(results) -> Rows:
     rows = [["bed", "outer gradient", "validation loss", "seconds to the threshold", "bias of the gradient"]]
-    seen = set()
     for r in results["rows"]:
         begun = results[r["start"]]
         name = f"{r['start']}, {begun['seconds']:.2g} s, threshold {begun['threshold']:.2g}"
         shown = _figure(r, "loss", error="standard_error") if r["loss"] is not None else "not finite"
-        when = "never" if r["seconds_to_threshold"] is None else f"{r['seconds_to_threshold']:.2g}"
+        when = _shown("{seconds_to_threshold:.2g|never}", r)
         off = "" if r["bias"] is None else _figure(r, "bias", error="bias_standard_error")
-        rows.append(["" if name in seen else name, r["method"], shown, when, off])
-        seen.add(name)
+        rows.append(["" if any(name in row for row in rows) else name, r["method"], shown, when, off])
     return rows
 
 
@@ -219,27 +213,23 @@ def noise(results) -> Rows:
     times = sorted({r["steps"] for r in results["rows"]})
     columns = [f"{layers}, after {t:,} steps" for t in times for layers in ("before the last layer", "last layer")]
     rows = [["method", "batch", "residual kB", *columns]]
-    for method, batch in dict.fromkeys((r["method"], r["batch"]) for r in results["rows"]):
-        mine = [r for r in results["rows"] if (r["method"], r["batch"]) == (method, batch)]
-        if method == "baseline" or batch != results["config"]["batch"]:
-            continue
-        cells = []
+    shown = [r for r in results["rows"] if r["method"] != "baseline" and r["batch"] == results["config"]["batch"]]
+    for method in dict.fromkeys(r["method"] for r in shown):
+        mine, cells = [r for r in shown if r["method"] == method], []
         for t in times:
             *others, last = sorted((r for r in mine if r["steps"] == t), key=lambda r: r["layer"])
             found = [r["against_smaller_batch"] for r in others]
             cells += [f"{min(found):.2f} to {max(found):.2f}", f"{last['against_smaller_batch']:.2f}"]
-        rows.append([method, str(batch), f"{mine[0]['residual_bytes'] / 1e3:.0f}", *cells])
+        rows.append([method, str(mine[0]["batch"]), f"{mine[0]['residual_bytes'] / 1e3:.0f}", *cells])
     return rows
 
 
 def collectives(results) -> Rows:
-    head = ["devices", "sharded", "collectives once", "in each turn of the loop", "bytes a step", "scratch MB a device"]
-    rows = [head]
-    for r in results["rows"]:
-        size = r["bytes_once"] + r["turns"] * r["bytes_each_turn"]
-        scratch = f"{r['temp_bytes_per_device'] / 1e6:.1f}"
-        rows.append([str(r["devices"]), r["sharded"], r["once"], r["each_turn"], f"{size:,}", scratch])
-    return rows
+    columns = [["devices", "{devices}"], ["sharded", "{sharded}"], ["collectives once", "{once}"]]
+    columns += [["in each turn of the loop", "{each_turn}"], ["bytes a step", "{bytes:,}"]]
+    columns.append(["scratch MB a device", "{temp_bytes_per_device:.1fMB}"])
+    size = lambda r: r | {"bytes": r["bytes_once"] + r["turns"] * r["bytes_each_turn"]}
+    return listed({"rows": [*map(size, results["rows"])]}, columns)
 
 
 def choice_peers(results) -> Rows:
