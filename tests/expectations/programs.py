@@ -15,16 +15,6 @@ WEIGHTS = {
 PUBLISHED = ap.total_propagation(weights=WEIGHTS["inverse variance"])
 
 
-def probe(baseline=None):
-    """An estimator whose "score" is the parameter: the gradient with respect to a lane's is what its node received."""
-    score = lambda d, x: ap.zero_with_gradient(d.loc)
-    return ap.Estimator("probe", score=score, baseline=baseline, every_order=True)
-
-
-def visit(tape, parameter, baseline=None, parts=False):
-    return ap.sample(tape, dist.Normal(parameter, 1.0), probe(baseline), parts=parts)[0]
-
-
 def paid(draw, cost=lambda x: x):
     """A program that draws, `draw(tape, *args) -> (tape, x)`, and pays a cost of the sample."""
 

@@ -14,10 +14,10 @@ import apgrad as ap
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from tests.cases import cases
-from tests.expectations.programs import coins, paid, visit
+from tests.expectations.instruments import KEY, assert_gradient, visit
+from tests.expectations.programs import coins, paid
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 COMPILED = []
 listen = lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
 jax.monitoring.register_event_duration_secs_listener(listen)
@@ -41,13 +41,12 @@ def squared(estimator):
 @pytest.mark.parametrize("estimator", ["lr", pytest.param("tp", marks=pytest.mark.long)])
 def test_calls_without_jit_compile_nothing_again(estimator):
     gradient = jax.grad(ap.expectation(squared(estimator), 4, has_aux=True), argnums=1, has_aux=True)
-    for i in range(2):
+    compiled = []
+    for i in range(5):
         gradient(jax.random.key(i), 1.0)
-    before = len(COMPILED)
-    for i in range(3):
-        gradient(jax.random.key(i), 1.0)
+        compiled.append(len(COMPILED))
     # What is compiled again at each call is also kept by JAX at each call: memory would grow.
-    assert before > 0 and len(COMPILED) == before
+    assert 0 < compiled[1] == compiled[-1]
 
 
 def closed_over(step, theta, tape):
@@ -93,20 +92,9 @@ def test_a_tape_with_a_batch_axis_is_refused(estimator, form):
         tape = MAPPED[form](stepper(estimator), theta, tape.cost(theta * jnp.ones(4)))
         return tape.cost(jnp.ones(4))
 
-    gradient = jax.grad(ap.expectation(program, 4), argnums=1)
+    gradient = ap.grad(program, 4)
     for call, theta in ((gradient, 1.0), (jax.vmap(gradient, (None, 0)), jnp.ones(2))):
         refused(ValueError, "cannot have a batch axis", jax.eval_shape, call, KEY, theta)
-
-
-@pytest.mark.parametrize("estimator", ["rp", "lr"])
-def test_compiled_functions_of_the_tape_within_a_program_that_is_not(estimator):
-    step = stepper(estimator)
-    outer = jax.jit(lambda tape, theta: step(tape, theta, jnp.zeros(4))[0].cost(theta * jnp.ones(4)))
-
-    inner = jax.jit(lambda tape, theta: step(tape, theta, jnp.zeros(4)))
-    program = paid(lambda tape, theta: inner(outer(outer(tape, theta), theta), theta), lambda x: 0 * x)
-    for _ in range(2):
-        assert ap.value_and_grad(program, 4)(KEY, 3.0)[0] == 6.0
 
 
 def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
@@ -128,8 +116,7 @@ def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
     nested = lambda tape, theta: tape.parallel(lambda t: (program(t, theta), None), lambda t: (t, None))[0]
     in_scan = lambda tape, theta: jax.lax.scan(lambda t, _: (program(t, theta), None), tape, length=2)[0]
     for wrong in (program, lambda t, theta: program(t, theta, jax.jit), nested, in_scan):
-        gradient = jax.grad(ap.expectation(wrong, 4), argnums=1)
-        refused(ValueError, "made inside another branch", jax.eval_shape, gradient, KEY, 0.3)
+        refused(ValueError, "made inside another branch", jax.eval_shape, ap.grad(wrong, 4), KEY, 0.3)
 
     def right(tape, theta):
         shared = jnp.arange(4.0)
@@ -137,9 +124,7 @@ def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
         tape, (x, y) = tape.parallel(branch, lambda tape: tape.parallel(branch, branch))
         return tape.cost((x + y[0] + y[1]).astype(jnp.float32))
 
-    # d/dtheta of three branches' E[1.5 x], and of E[3 x].
-    gradient = jax.jit(jax.grad(ap.expectation(right, 4), argnums=1))
-    ap.testing.assert_unbiased(lambda key: gradient(key, 0.3), 7.5, KEY, 2000)
+    assert_gradient(right, 0.3, 7.5, 4, 2000)  # of three branches' E[1.5 x], and of E[3 x]
 
 
 @pytest.mark.parametrize("estimator, options", [("rp", {}), ("lr", {}), ("tp", {}), ("tp", {"cross_fit": True})])
@@ -185,7 +170,7 @@ def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator)
         return dist.Normal(p["w"] * x if p["flag"] else 0 * x, float(range(1, 4)[p["n"]]))
 
     program = paid(lambda tape, w: step(tape, {"w": w, "flag": True, "n": 0}, jnp.ones(4)))
-    jax.eval_shape(jax.grad(ap.expectation(program, 4), argnums=1), KEY, 2.0)
+    jax.eval_shape(ap.grad(program, 4), KEY, 2.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
@@ -213,7 +198,7 @@ def test_argnums_are_any_integers():
     assert jax.jit(ap.value_and_grad(program, 4, argnums=[np.int32(2), 1]))(KEY, 3.0, 5.0)[1] == (3, 5)
     refused(TypeError, "argnums must be an integer or a sequence", ap.value_and_grad, program, 4, argnums=1.0)
     refused(ValueError, "names an argument twice", ap.grad, program, 4, argnums=(1, 2, 1))
-    refused(ValueError, "argnums=3, but the objective got the key and 2", ap.grad(program, 4, argnums=3), KEY, 3.0, 5.0)
+    refused(ValueError, r"argnums=3, .* the key and 2 argument", ap.grad(program, 4, argnums=3), KEY, 3.0, 5.0)
     refused(TypeError, r"argument 1\['f'\] is no array but", ap.grad(program, 4), KEY, {"f": jnp.tanh}, 5.0)
     module = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # with a key and a count
     refused(TypeError, r"dtype uint32, which has no gradient.*nnx.split", ap.grad(program, 4), KEY, module, 5.0)
@@ -222,7 +207,7 @@ def test_argnums_are_any_integers():
 @pytest.mark.parametrize("estimator", ["lr", "tp"])
 def test_no_tracer_is_kept(estimator):
     with jax.checking_leaks():
-        jax.eval_shape(jax.grad(ap.expectation(squared(estimator), 4, has_aux=True), argnums=1, has_aux=True), KEY, 1.0)
+        jax.eval_shape(ap.grad(squared(estimator), 4, has_aux=True), KEY, 1.0)
 
 
 THETA = 0.3
@@ -237,8 +222,8 @@ def test_value_and_lane_wide_choices():
         tape = visit(visit(tape, a), b, parts=True)
         return visit(tape, c, "leave_one_out", parts=True).cost(to_go).cost(shared)
 
-    differentiated = jax.jit(jax.value_and_grad(ap.expectation(program, lanes=2, data=3), argnums=(1, 2, 3)))
-    value, (a, b, c) = differentiated(KEY, jnp.zeros(2), *[jnp.zeros((2, 3))] * 2)
+    differentiated = ap.value_and_grad(program, lanes=2, data=3, argnums=(1, 2, 3))
+    value, (a, b, c) = jax.jit(differentiated)(KEY, jnp.zeros(2), *[jnp.zeros((2, 3))] * 2)
     assert value == pytest.approx(float(jnp.mean(shared)) + 15)
     np.testing.assert_allclose(a, (to_go + shared.mean(-1)) / 2, rtol=1e-6)
     total = to_go[:, None] + shared / 3
@@ -251,7 +236,7 @@ def test_derivatives_are_unbiased_to_second_order():
 
     logits = lambda tape, theta: jnp.broadcast_to(theta, (tape.lanes, tape.data))
     program = coins(logits, cost=lambda b: offsets + jnp.where(b > 0, 2.0, 0.5 * offsets), parts=True)
-    first = jax.grad(ap.expectation(program, lanes=2, data=3), argnums=1)
+    first = ap.grad(program, lanes=2, data=3)
     slope = p * (1 - p) * float(jnp.mean(2.0 - 0.5 * offsets))
     both = lambda key: (first(key, THETA), jax.grad(first, argnums=1)(key, THETA))
     ap.testing.assert_unbiased(both, (slope, slope * (1 - 2 * p)), KEY, 10_000)
@@ -359,8 +344,7 @@ def convolved(x, pad):
     return jax.lax.conv_general_dilated(x, w, (1, 1), pad or "VALID", dimension_numbers=dimensions)
 
 
-def pooled(x, window, padding="VALID"):
-    return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1, 1), padding)
+pooled = lambda x, window, padding="VALID": jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1, 1), padding)
 
 
 def recurrent(x):

@@ -10,10 +10,10 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.instruments import KEY, fixed, refused_program
 from tests.expectations.programs import paid
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 ESTIMATORS = [ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()]
 IDS = [e.name for e in ESTIMATORS]
 
@@ -36,11 +36,10 @@ def test_lanes_draw_different_numbers_from_the_right_distribution(estimator):
     assert abs(np.corrcoef(x.T)[0, 1]) < 0.04
 
 
-HALF = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5])))
+HALF = fixed(0.5, 0.5)
 
 
-def unit_normal(t):
-    return dist.Normal(t, 1.0)
+unit_normal = lambda t: dist.Normal(t, 1.0)
 
 
 def test_a_mixer_of_a_user(x64):
@@ -75,10 +74,9 @@ def with_baselines(*baselines):
     """Value and gradient of a mixer of likelihood ratios, equally weighed; or of the only one itself."""
     assert [ap.total_propagation(b).estimators[1].baseline for b in baselines] == [*baselines]
     parts = tuple(ap.likelihood_ratio(baseline) for baseline in baselines)
-    weights = ap.weights.Weighting(lambda gradients, suffix: jnp.full(len(parts), 1 / len(parts)))
-    estimator = ap.Mixer("equal", parts, ap.weights.Weights(weights)) if len(parts) > 1 else parts[0]
+    estimator = ap.Mixer("equal", parts, HALF) if len(parts) > 1 else parts[0]
     program = paid(ap.stochastic(estimator)(unit_normal), lambda x: 7.0 + x + x**2)
-    return jax.value_and_grad(ap.expectation(program, 8), argnums=1)(KEY, 0.5)
+    return ap.value_and_grad(program, 8)(KEY, 0.5)
 
 
 def test_each_estimator_of_a_mixer_has_its_own_baseline():
@@ -99,22 +97,17 @@ def test_each_estimator_of_a_mixer_has_its_own_baseline():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_functions_close_over_integers_and_keys_of_a_scan(estimator):
-    mean = lambda theta, i, key: theta * i.astype(jnp.float32) + jax.random.normal(key)
+    make = lambda theta, i, key: dist.Normal(theta * i.astype(jnp.float32) + jax.random.normal(key), 1.0)
 
     def program(tape, theta, closed):
-        def body(carry, inputs):
-            tape, total = carry
+        def body(tape, inputs):
             if closed:
-                node = ap.stochastic(estimator)(lambda theta: dist.Normal(mean(theta, *inputs), 1.0))
-                tape, x = node(tape, theta)
+                tape, x = ap.stochastic(estimator)(lambda theta: make(theta, *inputs))(tape, theta)
             else:
-                node = ap.stochastic(estimator, (None, None, None))(lambda *args: dist.Normal(mean(*args), 1.0))
-                tape, x = node(tape, theta, *inputs)
-            return (tape, total + x), None
+                tape, x = ap.stochastic(estimator, (None, None, None))(make)(tape, theta, *inputs)
+            return tape.cost(x**2), None
 
-        inputs = jnp.arange(3), jax.random.split(KEY, 3)
-        (tape, total), _ = jax.lax.scan(body, (tape, jnp.zeros(tape.lanes)), inputs)
-        return tape.cost(total**2)
+        return jax.lax.scan(body, tape, (jnp.arange(3), jax.random.split(KEY, 3)))[0]
 
     ways = [ap.value_and_grad(functools.partial(program, closed=closed), 8) for closed in (True, False)]
     np.testing.assert_allclose(*jax.jit(lambda: [way(KEY, 0.7) for way in ways])(), rtol=1e-5)
@@ -134,16 +127,15 @@ class Pair(Leaf):
         return {"a": jax.random.normal(key)}
 
 
-def refused_program(match, program, *args, raised=ValueError):
-    with pytest.raises(raised, match=match):
-        jax.eval_shape(ap.expectation(lambda tape, *args: program(tape, *args)[0].cost(jnp.ones(4)), 4), KEY, *args)
+def refused_draw(words, draw, *args, error=ValueError):
+    refused_program(words, paid(draw, lambda x: jnp.ones(4)), *args, error=error)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS[1:], ids=IDS[1:])
 def test_distributions_that_are_no_pytree_or_sample_no_array_are_refused(estimator):
     leaf, pair = (ap.stochastic(estimator)(lambda t, made=made: made) for made in (Leaf(), Pair()))
-    refused_program("is a leaf: its parameters would get no gradient", leaf, 1.0, raised=TypeError)
-    refused_program("one array, got dict|rsample", pair, 1.0, raised=TypeError)
+    refused_draw("is a leaf: its parameters would get no gradient", leaf, 1.0, error=TypeError)
+    refused_draw("one array, got dict|rsample", pair, 1.0, error=TypeError)
 
 
 EVENT = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
@@ -158,12 +150,12 @@ def test_arguments_without_the_lanes_and_what_is_no_distribution_of_the_lanes_ar
         return dist.Normal(theta * x["position"], 1.0)
 
     words = r"step .*\['x'\]\['position'\] has shape \(2,\), expected the lanes"
-    refused_program(words, lambda tape, t: step(tape, t, {"position": jnp.ones(2)}), 1.0)
-    refused_program(r"has shape \(\), expected the lanes", lambda tape, t: step(tape, t, {"position": 1.0}), 1.0)
+    refused_draw(words, lambda tape, t: step(tape, t, {"position": jnp.ones(2)}), 1.0)
+    refused_draw(r"has shape \(\), expected the lanes", lambda tape, t: step(tape, t, {"position": 1.0}), 1.0)
     for words, distribution in OF_NO_LANES:
-        refused_program(words, lambda tape, d=distribution: ap.sample(tape, d, estimator))
-    refused_program("needs a distribution", ap.stochastic(estimator)(lambda t: t * 2), 1.0, raised=TypeError)
-    refused_program("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, raised=TypeError)
+        refused_draw(words, lambda tape, d=distribution: ap.sample(tape, d, estimator))
+    refused_draw("needs a distribution", ap.stochastic(estimator)(lambda t: t * 2), 1.0, error=TypeError)
+    refused_draw("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, error=TypeError)
 
 
 def test_what_an_estimator_of_a_user_returns_is_looked_at():
@@ -213,17 +205,17 @@ def test_calls_that_are_off_are_refused():
     for baseline in (lambda: 0.0, ap.learned_baseline(lambda a, b, c: 0.0)):
         estimator = ap.likelihood_ratio(baseline)
         words = r"function of a baseline is called with \((distribution|argument 0)\), and it takes \((a, b, c)?\): "
-        refused_program(words, lambda tape, e=estimator: ap.sample(tape, normal, e), raised=TypeError)
-        refused_program(words, ap.stochastic(estimator)(unit_normal), 1.0, raised=TypeError)
+        refused_draw(words, lambda tape, e=estimator: ap.sample(tape, normal, e), error=TypeError)
+        refused_draw(words, ap.stochastic(estimator)(unit_normal), 1.0, error=TypeError)
 
     node = lambda in_axes: ap.stochastic(ap.reparameterization(), in_axes=in_axes)(lambda *args: normal)
     two = node((None, 0))
     refused(TypeError, "first argument is the tape, got", two, 1.0, jnp.ones(4))
-    refused_program(r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1", two, 1.0)
-    refused_program("in_axes must be a tuple", node(0), jnp.ones(4), raised=TypeError)
-    refused_program(r"0 \(lanes first\) or None", node((1,)), jnp.ones((4, 4)))
+    refused_draw(r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1", two, 1.0)
+    refused_draw("in_axes must be a tuple", node(0), jnp.ones(4), error=TypeError)
+    refused_draw(r"0 \(lanes first\) or None", node((1,)), jnp.ones((4, 4)))
     mapped = jax.vmap(lambda p: dist.Bernoulli(probs=p))(jnp.full(4, 0.5))
-    refused_program("that jax.vmap made", lambda tape: ap.sample(tape, mapped, ap.likelihood_ratio()))
+    refused_draw("that jax.vmap made", lambda tape: ap.sample(tape, mapped, ap.likelihood_ratio()))
 
 
 def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():

@@ -16,43 +16,28 @@ import apgrad as ap
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._ports import Arithmetic, Port
 from tests.cases import cases
-from tests.expectations.programs import probe, visit
+from tests.expectations.instruments import KEY, probe, refused_program, visit
+from tests.expectations.programs import paid
 from tests.refusals import refused
 
-KEY, ONES = jax.random.key(0), jnp.ones(4)
+ONES = jnp.ones(4)
 
 # The probes' parameters are the lanes' own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
 
 
-def messages(program, *shapes, lanes=4):
+def messages(program, *shapes, lanes=4, transform=jax.jit):
     """What each node received, for each lane: the gradient with respect to its parameter, times the lanes."""
-    objective = ap.expectation(program, lanes)
-    zeros = [jnp.zeros(shape) for shape in shapes]
-    return [lanes * g for g in jax.jit(jax.grad(objective, argnums=tuple(range(1, 1 + len(zeros)))))(KEY, *zeros)]
-
-
-def test_a_node_receives_the_costs_after_it_and_none_before():
-    def program(tape, a, b):
-        tape = tape.cost(jnp.full(4, 100.0))
-        tape = visit(tape, a)
-        tape = tape.cost(jnp.arange(4.0))
-        tape = visit(tape, b)
-        return tape.cost(jnp.full(4, 10.0))
-
-    a, b = messages(program, (4,), (4,))
-    np.testing.assert_array_equal(a, jnp.arange(4.0) + 10)
-    np.testing.assert_array_equal(b, jnp.full(4, 10.0))
+    gradient = ap.grad(program, lanes, argnums=range(1, 1 + len(shapes)))
+    return [lanes * g for g in transform(gradient)(KEY, *map(jnp.zeros, shapes))]
 
 
 def test_parallel_branches_do_not_pay_for_each_other():
     def program(tape, before, left, right, after):
-        tape = visit(tape, before)
-
-        branch = lambda tape, parameter, cost: (visit(tape, parameter).cost(jnp.full(4, cost)), cost)
-        tape, costs = tape.parallel(lambda t: branch(t, left, 1.0), lambda t: branch(t, right, 4.0))
+        branch = lambda tape, parameter, cost: (visit(tape, parameter).cost(cost * ONES), cost)
+        tape, costs = visit(tape, before).parallel(lambda t: branch(t, left, 1.0), lambda t: branch(t, right, 4.0))
         assert costs == (1.0, 4.0)
-        return visit(tape, after).cost(jnp.full(4, 10.0))
+        return visit(tape, after).cost(10 * ONES)
 
     before, left, right, after = messages(program, (4,), (4,), (4,), (4,))
     # Adding up the branches' ports would charge the node before the fork 1 + 4 + 2 * 10 = 25.
@@ -60,19 +45,16 @@ def test_parallel_branches_do_not_pay_for_each_other():
 
 
 def test_parallel_branches_draw_different_numbers():
-    def program(tape):
-        branch = lambda tape: ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), ap.reparameterization())
-        tape, (x, y) = tape.parallel(branch, branch)
-        return tape.cost((x == y).astype(jnp.float32))
-
+    branch = lambda tape: ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), ap.reparameterization())
+    program = paid(lambda tape: tape.parallel(branch, branch), lambda xs: (xs[0] == xs[1]).astype(jnp.float32))
     assert jax.jit(ap.expectation(program, 4))(KEY) == 0
 
 
-def test_baselines_of_a_lane():
+def test_a_node_receives_the_costs_after_it_less_their_baseline_and_none_before():
     first, second = jnp.array([1.0, 2.0, 4.0, 9.0]), jnp.array([3.0, -1.0, 0.0, 5.0])
 
     def program(tape, a, b, c):
-        tape = visit(tape, a, baseline="leave_one_out")
+        tape = visit(tape.cost(100 * ONES), a, baseline="leave_one_out")
         tape = visit(tape, b, baseline=lambda d: d.loc + jnp.arange(4.0)).cost(first)
         return visit(tape, c).cost(second)
 
@@ -81,7 +63,7 @@ def test_baselines_of_a_lane():
     np.testing.assert_allclose(a, centred(first) + centred(second), rtol=1e-6)  # cost by cost
     np.testing.assert_allclose(b, first + second - jnp.arange(4.0))
     np.testing.assert_array_equal(c, second)  # baseline=None next to it: none is applied
-    assert jax.jit(ap.expectation(program, 4))(KEY, *jnp.zeros((3, 4))) == jnp.mean(first + second)  # exactly
+    assert jax.jit(ap.expectation(program, 4))(KEY, *jnp.zeros((3, 4))) == 100 + jnp.mean(first + second)  # exactly
 
 
 @pytest.mark.parametrize("parts", [False, True])
@@ -93,9 +75,7 @@ def test_the_leave_one_out_baseline_of_masked_choices_is_the_mean_over_the_lanes
 
     def program(tape, a, b):
         for parameter, m, cost in zip((a, b), mask, costs, strict=True):
-            d, leave_one_out = dist.Normal(parameter, 1.0), probe("leave_one_out")
-            tape, _ = ap.sample(tape, d, leave_one_out, mask=m, parts=parts)
-            tape = tape.cost(cost)
+            tape = visit(tape, parameter, "leave_one_out", parts=parts, mask=m).cost(cost)
         return tape
 
     def wanted(m, to_go):
@@ -110,9 +90,8 @@ def test_the_leave_one_out_baseline_of_masked_choices_is_the_mean_over_the_lanes
 
 def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go():
     def program(tape, a, phi):
-        tape = tape.cost(jnp.full(4, 1000.0))
-        tape = visit(tape, a, baseline=ap.learned_baseline(lambda d: phi * ONES))
-        return tape.cost(jnp.arange(4.0)).cost(jnp.full(4, 10.0))
+        tape = visit(tape.cost(1000 * ONES), a, baseline=ap.learned_baseline(lambda d: phi * ONES))
+        return tape.cost(jnp.arange(4.0)).cost(10 * ONES)
 
     objective = ap.expectation(program, 4)
     to_go = jnp.arange(4.0) + 10
@@ -177,10 +156,8 @@ def test_costs_inside_scan_cond_while_and_remat():
 
     # Three visits of a, at costs-to-go 5, 5 (no cost at t = 0) and 3.
     for transform in (lambda f: f, jax.jit):
-        objective = ap.expectation(program, 4)
-        a, b = transform(jax.grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(4), jnp.zeros(4))
-        np.testing.assert_array_equal(4 * a, jnp.full(4, 13.0))
-        np.testing.assert_array_equal(4 * b, ONES)
+        a, b = messages(program, (4,), (4,), transform=transform)
+        assert (a == 13).all() and (b == 1).all()
 
     def looped(tape, a):
         body = lambda state: (state[0] + 1, visit(state[1], a).cost(ONES))
@@ -194,36 +171,29 @@ def test_an_inner_jit_that_is_cached_loses_no_request():
     def inner(tape, a):
         return visit(tape, a, baseline="leave_one_out").cost(jnp.arange(4.0))
 
-    for _ in range(2):
-        (a,) = messages(lambda tape, a: inner(inner(tape, a), a), (4,))
+    for transform in (lambda f: f, jax.jit) * 2:
+        (a,) = messages(lambda tape, a: inner(inner(tape, a), a), (4,), transform=transform)
         np.testing.assert_allclose(a, 3 * (jnp.arange(4.0) - (6 - jnp.arange(4.0)) / 3), rtol=1e-6)
 
 
 def test_costs_in_half_precision_are_summed_in_float32():
-    def small(tape):
-        body = lambda tape, _: (tape.cost(jnp.full(2, 0.001, jnp.bfloat16)), None)
-        return jax.lax.scan(body, tape, length=4096)[0]
-
-    np.testing.assert_allclose(jax.jit(ap.expectation(small, 2))(KEY), 4096 * float(jnp.bfloat16(0.001)), rtol=1e-5)
+    body = lambda tape, _: (tape.cost(jnp.full(2, 0.001, jnp.bfloat16)), None)
+    small = ap.expectation(lambda tape: jax.lax.scan(body, tape, length=4096)[0], 2)
+    np.testing.assert_allclose(jax.jit(small)(KEY), 4096 * float(jnp.bfloat16(0.001)), rtol=1e-5)
 
 
 def test_nested_expectations():
     inner = ap.expectation(lambda tape, a: visit(tape, a).cost(jnp.full(4, 2.0)), 4)
 
     def program(tape, a):
-        tape = visit(tape, a)
-        tape, key = tape.next_key()
-        return tape.cost(jnp.full(4, 1.0) * inner(key, a))
+        tape, key = visit(tape, a).next_key()
+        return tape.cost(ONES * inner(key, a))
 
     (a,) = messages(program, (4,))
     np.testing.assert_allclose(a, 4.0)  # 2 from the outer node, and 4 * (2 / 4) from the inner one
 
 
 # Errors.
-
-
-def refused_program(match, program, *shapes, raised=ValueError, lanes=4, **options):
-    refused(raised, match, jax.eval_shape, ap.expectation(program, lanes, **options), KEY, *map(jnp.zeros, shapes))
 
 
 def after(first, then=lambda tape: tape.cost(ONES)):
@@ -260,19 +230,19 @@ CLOSED = dict.fromkeys(("in the branches of a cond", "by a scan that closes over
 @pytest.mark.parametrize("name", USED_TWICE)
 def test_a_tape_used_twice_is_refused(name):
     words = CLOSED.get(name, "already used.*carry or operand, do not close over it")
-    refused_program(words, USED_TWICE[name], (4,))
+    refused_program(words, USED_TWICE[name], ONES)
 
 
 @pytest.mark.parametrize("compiled", [jax.jit, jax.checkpoint])
 def test_a_tape_that_a_compiled_function_closes_over_is_refused(compiled):
     """Called a second time it is not traced again: the choices of the first call would be lost, and drawn again."""
 
-    def program(tape, a):
-        flip = compiled(lambda x: visit(tape, a * x))
+    def program(tape):
+        flip = compiled(lambda x: visit(tape, x * ONES))
         flip(1.0)
         return flip(2.0).cost(ONES)
 
-    refused_program("closes over this tape. Give it the tape as an argument", program, (4,))
+    refused_program("closes over this tape. Give it the tape as an argument", program)
 
 
 def test_a_derivative_within_a_program_may_hand_the_tape_on():
@@ -284,9 +254,10 @@ def test_a_derivative_within_a_program_may_hand_the_tape_on():
         g, tape = jax.grad(inner, has_aux=True)(a, tape)
         return visit(tape, g).cost(ONES)
 
-    assert jnp.all(jnp.isfinite(jax.jit(ap.grad(program, lanes=4))(jax.random.key(0), ONES)))
+    assert jnp.all(jnp.isfinite(jax.jit(ap.grad(program, lanes=4))(KEY, ONES)))
 
 
+TWO, THREE = jnp.ones((4, 2)), jnp.ones((4, 3))
 ONE_A_LANE, OF_BASELINE = r"shape \(4,\), one value a lane, got", r"baseline has shape .*, expected \(4,\)"
 WRONG_TYPES = {
     r"return its last tape, got .*has_aux": lambda tape: jnp.mean(ONES),
@@ -300,31 +271,31 @@ WRONG_TYPES = {
     "cost function": lambda tape: tape.cost(ONES, shaping=ap.gaussian_shaping()),
 }
 WRONG_VALUES = [
-    ("returned an earlier tape", after(visit, lambda tape: tape), (4,)),
+    ("returned an earlier tape", after(visit, lambda tape: tape), ONES),
     ("at least one branch", lambda tape: tape.parallel()[0]),
-    ("end of branch 0", stale_in_a_branch, (4,)),
+    ("end of branch 0", stale_in_a_branch, ONES),
     (ONE_A_LANE, lambda tape: tape.cost(jnp.ones(()))),
     (ONE_A_LANE, lambda tape: tape.cost(jnp.ones(3))),
     (ONE_A_LANE, lambda tape: tape.cost(jnp.ones((1, 4)))),
-    (ONE_A_LANE, lambda tape, a: visit(tape, a).cost(jnp.ones((4, 2))), (4,)),
-    (r"never calls tape\.cost", visit, (4,)),
-    (r"\(4, 2\), expected \(4, 3\): the lanes", lambda tape, a: PARTS(tape, a).cost(jnp.ones((4, 2))), (4, 3)),
-    ("different numbers of parts", lambda t, a, b: PARTS(PARTS(t, a), b).cost(jnp.ones((4, 2))), (4, 3), (4, 2)),
+    (ONE_A_LANE, lambda tape: visit(tape, ONES).cost(TWO)),
+    (r"never calls tape\.cost", lambda tape: visit(tape, ONES)),
+    (r"\(4, 2\), expected \(4, 3\): the lanes", lambda tape: PARTS(tape, THREE).cost(TWO)),
+    ("different numbers of parts", lambda tape: PARTS(PARTS(tape, THREE), TWO).cost(TWO)),
     (r"shape \(3,\), expected the lanes", lambda tape: tape.cost(jnp.sum, jnp.ones(3))),
-    (OF_BASELINE, lambda tape, a: visit(tape, a, lambda d: jnp.ones(3)), (4,)),
-    (OF_BASELINE, lambda tape, a: visit(tape, a, lambda d: 1.0), (4,)),
+    (OF_BASELINE, lambda tape: visit(tape, ONES, lambda d: jnp.ones(3))),
+    (OF_BASELINE, lambda tape: visit(tape, ONES, lambda d: 1.0)),
 ]
 
 
 def test_wrong_types_and_values_are_refused():
     for match, program in WRONG_TYPES.items():
-        refused_program(match, program, raised=TypeError)
+        refused_program(match, program, error=TypeError)
     for case in WRONG_VALUES:
         refused_program(*case)
-    refused_program(r"\(tape, aux\)", lambda tape: tape.cost(ONES), raised=TypeError, has_aux=True)
-    refused_program("aux holds a tape", lambda tape: (tape.cost(ONES), {"t": tape}), raised=TypeError, has_aux=True)
+    refused_program(r"\(tape, aux\)", lambda tape: tape.cost(ONES), error=TypeError, has_aux=True)
+    refused_program("aux holds a tape", lambda tape: (tape.cost(ONES), {"t": tape}), error=TypeError, has_aux=True)
     one = r"needs at least 2, got lanes=1.*baseline=None"
-    refused_program(one, lambda tape, a: visit(tape, a, "leave_one_out"), (1,), lanes=1)
+    refused_program(one, lambda tape: visit(tape, jnp.ones(1), "leave_one_out"), lanes=1)
     for make in (ap.likelihood_ratio, ap.total_propagation):
         refused(ValueError, "baseline must be 'leave_one_out', None, a function", make, False)
     refused(TypeError, "learned_baseline takes a function", ap.learned_baseline, 3.0)
@@ -357,8 +328,8 @@ def test_a_tape_made_of_the_leaves_of_an_earlier_one_is_refused():
         return run
 
     for between in (visit, JITTED, lambda tape, a: JITTED(JITTED(tape, a), a)):
-        refused_program("already used", rebuilt(between), (4,))
-    jax.eval_shape(ap.expectation(rebuilt(lambda tape, a: tape), 4), KEY, jnp.zeros(4))  # nothing was done
+        refused_program("already used", rebuilt(between), ONES)
+    jax.eval_shape(ap.expectation(rebuilt(lambda tape, a: tape), 4), KEY, ONES)  # nothing was done
 
 
 HANDED_ON = (
@@ -415,20 +386,19 @@ def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
         (plain, lambda tape, a: tape.discount(0.5), "only the second one was discounting"),
         (sampled(ap.likelihood_ratio(None)), sampled(ap.total_propagation(None)), "only the second one was weighing"),
     ]:
-        refused_program(f"not do the same at each of its two traces.*{message}", changing(first, second), (4,))
+        refused_program(f"not do the same at each of its two traces.*{message}", changing(first, second), ONES)
 
 
-def test_infinite_costs():
+def test_infinite_costs_have_an_infinite_value_and_no_baseline_of_others():
     costs = jnp.array([jnp.inf, 1.0, 2.0, 3.0])
+    value = lambda program: jax.jit(ap.expectation(program, 4))(KEY)
     for baseline in (None, lambda d: ONES):
-        objective = ap.expectation(lambda tape, a, b=baseline: visit(tape, a, b).cost(costs), 4)
-        assert jax.jit(objective)(KEY, jnp.zeros(4)) == jnp.inf
-    assert jax.jit(ap.expectation(lambda tape: tape.cost(costs), 4))(KEY) == jnp.inf
-    others = ap.expectation(lambda tape, a: visit(tape, a, "leave_one_out").cost(costs), 4)
-    refused(Exception, "NaN \\(or infinite", others, KEY, jnp.zeros(4))
+        assert value(lambda tape, b=baseline: visit(tape, ONES, b).cost(costs)) == jnp.inf
+    assert value(lambda tape: tape.cost(costs)) == jnp.inf
+    refused(Exception, "NaN \\(or infinite", value, lambda tape: visit(tape, ONES, "leave_one_out").cost(costs))
 
 
-def test_parts_without_a_score():
+def test_the_value_of_parts_without_a_score_is_their_sum():
     def program(tape, a):
         tape, x = ap.sample(tape, dist.Normal(a, 1.0), ap.reparameterization(), parts=True)
         return tape.cost(x**2), x
@@ -445,7 +415,7 @@ def test_one_lane_and_costs_that_are_booleans_or_integers():
     assert jax.jit(ap.expectation(lambda tape: tape.cost(jnp.arange(4) > 0).cost(jnp.arange(4)), 4))(KEY) == 2.25
 
 
-def test_integer_parameters_are_refused():
+def test_parameters_and_keys_that_have_no_gradient_are_refused():
     refused(TypeError, "int", jax.grad(ap.expectation(lambda tape, a: tape.cost(a * ONES), 4), argnums=1), KEY, 3)
     step = ap.value_and_grad(lambda tape, p: tape.cost(p["w"] * p["n"] * ONES), 4)
     refused(TypeError, r"argument 1\['n'\] has dtype int32.*no gradient", step, KEY, {"w": 1.0, "n": jnp.int32(2)})
@@ -456,7 +426,6 @@ def test_integer_parameters_are_refused():
         refused(TypeError, r"argument 1 is a PRNG key.*The key comes first: \(key, \*args\)", step, 1.0, key)
     refused(TypeError, "first argument is one PRNG key.*got float.* The key comes first", step, 1.0, 1.0)
     refused(ValueError, "0 is the key", ap.value_and_grad, lambda tape: tape, 4, argnums=0)
-    refused(ValueError, r"argnums=2.* 1 argument", ap.value_and_grad(lambda tape, a: tape, 4, argnums=2), KEY, 1.0)
 
 
 MAPPED = lambda f: jax.jit(jax.vmap(f, (0, None)))
