@@ -7,9 +7,10 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.cases import cases
+from tests.expectations.instruments import KEY, refused_program
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 LANES = 8
 
 
@@ -38,9 +39,8 @@ def sent_back(messages, factor=2.0, parts=None, mask=None, **options):
         terms = jax.tree.map(lambda m, x: jnp.sum((m * x).reshape(*m.shape[:axes], -1), -1), messages, x)
         return tape.cost(sum(t.astype(jnp.float32) for t in jax.tree.leaves(terms)))
 
-    objective = ap.expectation(program, LANES, check_nan=False, **options)
-    x = jax.tree.map(jnp.zeros_like, messages)
-    back, counts = jax.jit(jax.grad(objective, argnums=(1, 2)))(KEY, x, jnp.zeros(2))
+    both = ap.grad(program, LANES, argnums=(1, 2), check_nan=False, **options)
+    back, counts = jax.jit(both)(KEY, jax.tree.map(jnp.zeros_like, messages), jnp.zeros(2))
     assert jax.tree.map(lambda m: m.dtype, back) == jax.tree.map(lambda m: m.dtype, messages)
     units = LANES * (options.get("data") or 1)  # the objective is a mean over lanes and data
     rows = [np.asarray(m, np.float64).reshape(*m.shape[:axes], -1) for m in jax.tree.leaves(back)]
@@ -54,14 +54,30 @@ def lognormal(*shape, seed=0, spread=2.0):
     return jnp.asarray(sizes * draw.normal(size=shape), jnp.float32)
 
 
-@pytest.mark.quick
-def test_a_pytree_is_one_message_and_whole_numbers_pass():
-    messages = {"a": lognormal(LANES), "b": (lognormal(LANES, 2, 3, seed=1), lognormal(LANES, 0, seed=2))}
-    expected, cut = formula(messages)
-    got, counts = sent_back(messages)
-    assert 0 < cut < LANES and counts.tolist() == [cut, 0]
-    np.testing.assert_allclose(got, expected, rtol=2e-6)
+PYTREE = {"a": lognormal(LANES), "b": (lognormal(LANES, 2, 3, seed=1), lognormal(LANES, 0, seed=2))}
+HALVES = {name: (1 + jnp.arange(LANES, dtype=name) ** 2)[:, None] for name in ("bfloat16", "float16")}
+OF_DATA = lognormal(LANES, 5, 2) * lognormal(1, 5, 1, seed=3, spread=0)
+# Messages, of which a pytree is one, the options, and how precise the answer is.
+MESSAGES = {
+    "a pytree": (PYTREE, {}, 2e-6),
+    "both half types": (HALVES, {}, 1e-2),
+    "two folds": (lognormal(LANES, 3), {"cross_fit": True}, 2e-6),
+    "data": (OF_DATA, {"parts": True, "mask": jnp.arange(5 * LANES).reshape(LANES, 5) % 3 > 0, "data": 5}, 2e-6),
+}
 
+
+@pytest.mark.quick
+@cases("row", MESSAGES)
+def test_messages_are_cut_by_the_lanes_of_their_own_fold_and_datum(row):
+    messages, options, rtol = row
+    got, counts = sent_back(messages, **options)
+    folds, axes = 1 + options.get("cross_fit", False), 1 + options.get("parts", False)
+    expected, cut = formula(messages, options.get("mask", True), folds=folds, axes=axes)
+    np.testing.assert_allclose(got, expected, rtol=rtol)
+    assert 0 < cut < expected.size and counts.tolist() == [cut, 0]
+
+
+def test_whole_numbers_pass():
     def program(tape, theta):
         tape, x = ap.clip_lanes(tape, {"step": jnp.arange(LANES), "x": theta * jnp.ones(LANES)})
         tape, n = ap.clip_lanes(tape, x["step"])
@@ -112,8 +128,7 @@ def test_only_growth_is_cut(options):
         last = np.where(last > 0, last, np.abs(sent))
         limit = np.maximum(np.abs(limited[..., 0]), last)
         expected, cut = np.sign(sent) * np.minimum(np.abs(sent), limit), cut + np.sum(limit < np.abs(sent))
-    objective = jax.grad(ap.expectation(program, LANES, **options), argnums=1)
-    got = jax.jit(objective)(KEY, jnp.zeros(shape))
+    got = jax.jit(ap.grad(program, LANES, **options))(KEY, jnp.zeros(shape))
     assert cut > 3
     np.testing.assert_allclose(got * cost.size, expected, rtol=1e-5)
 
@@ -131,29 +146,21 @@ def test_growth_of_messages_that_overflow_or_that_costs_have_no_numbers_for(size
         return tape.cost((x * size).astype(jnp.float32))
 
     with jax.enable_x64(True):
-        objective = ap.expectation(program, LANES, check_nan=False)
-        got = jax.jit(jax.grad(objective, argnums=1))(KEY, jnp.zeros(LANES)) * LANES / size
+        got = jax.jit(ap.grad(program, LANES, check_nan=False))(KEY, jnp.zeros(LANES)) * LANES / size
     overflowed = 2 * 1e6 ** (1 / 7)
     limit = 2 * (1e6 * 1e3 * 1e3 * overflowed) ** (1 / 8)
     np.testing.assert_allclose(got, [1e6, limit, limit, *[1.0] * (LANES - 3)], rtol=1e-5)
 
 
-SIZES = [("float32", 1e30, 1e-5), ("bfloat16", 1e30, 1e-2), ("float64", 1e200, 1e-12)]
-
-
-@pytest.mark.parametrize(("dtype", "size", "rtol"), SIZES)
+@pytest.mark.parametrize(
+    "dtype, size, rtol", [("float32", 1e30, 1e-5), ("bfloat16", 1e30, 1e-2), ("float64", 1e200, 1e-12)]
+)
 def test_no_length_overflows_or_vanishes(dtype, size, rtol):
     with jax.enable_x64(dtype == "float64"):
         m = jnp.ones((LANES, 3), dtype) * jnp.asarray([size] + [1 / size] * (LANES - 1), dtype)[:, None]
-        messages = {"m": m, "single": jnp.ones((LANES, 0), jnp.float32)}
-        got, counts = sent_back(messages)
+        got, counts = sent_back({"m": m, "single": jnp.ones((LANES, 0), jnp.float32)})
         np.testing.assert_allclose(got, formula(m)[0], rtol=rtol)
         assert counts.tolist() == [1, 0] and got.all()
-
-
-def test_both_half_types_are_one_message():
-    messages = {name: (1 + jnp.arange(LANES, dtype=name) ** 2)[:, None] for name in ("bfloat16", "float16")}
-    np.testing.assert_allclose(sent_back(messages)[0], formula(messages)[0], rtol=1e-2)
 
 
 def test_a_traced_factor_that_is_not_positive_is_seen():
@@ -164,22 +171,6 @@ def test_a_traced_factor_that_is_not_positive_is_seen():
     back = jax.jit(ap.grad(program, LANES, check_nan=False))
     for factor, seen in ((-1.0, True), (0.0, True), (1.0, False), (jnp.inf, False)):
         assert np.isnan(back(KEY, jnp.zeros(LANES), factor)).all() == seen
-
-
-def test_a_fold_is_cut_by_its_own_lanes_alone():
-    m = lognormal(LANES, 3)
-    got, _ = sent_back(m, cross_fit=True)
-    np.testing.assert_allclose(got, formula(m, folds=2)[0], rtol=2e-6)
-
-
-def test_data_are_parts():
-    m, alive = lognormal(LANES, 5, 2), jnp.arange(5 * LANES).reshape(LANES, 5) % 3 > 0
-    m = m * lognormal(1, 5, 1, seed=3, spread=0)
-    expected, cut = formula(m, alive, axes=2)
-    got, counts = sent_back(m, parts=True, mask=alive, data=5)
-    np.testing.assert_allclose(got, expected, rtol=2e-6)
-    assert 0 < cut == counts[0]
-    refused(ValueError, "Say parts=True", sent_back, m, data=5)
 
 
 def test_two_streams_of_total_propagation():
@@ -194,8 +185,8 @@ def test_two_streams_of_total_propagation():
         (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=6)
         return tape.cost(x**2)
 
-    objective = jax.grad(ap.expectation(program, LANES, cross_fit=True), argnums=1)
-    found = jax.jit(lambda f: (objective(KEY, 1.0, f), objective(KEY, 1.0, jnp.inf), objective(KEY, 1.0, None)))(0.5)
+    gradient = ap.grad(program, LANES, cross_fit=True)
+    found = jax.jit(lambda f: [gradient(KEY, 1.0, factor) for factor in (f, jnp.inf, None)])(0.5)
     assert found[1] == found[2] != found[0] and np.isfinite(found).all()
 
 
@@ -216,10 +207,10 @@ REFUSED = {
 
 @pytest.mark.quick
 def test_refused_when_traced():
-    cases = [(message, call, LANES) for message, call in REFUSED.items()]
-    for message, call, lanes in [*cases, ("got lanes=1", lambda tape: ap.clip_lanes(tape, jnp.ones(1)), 1)]:
-        objective = ap.expectation(lambda tape, call=call: (call(tape), tape)[1], lanes)
-        refused(ValueError, message, jax.eval_shape, objective, KEY)
+    for message, call in REFUSED.items():
+        refused_program(message, lambda tape, call=call: (call(tape), tape)[1], lanes=LANES)
+    refused_program("got lanes=1", lambda tape: ap.clip_lanes(tape, jnp.ones(1))[0], lanes=1)
+    refused_program("Say parts=True", lambda tape: ap.clip_lanes(tape, jnp.ones((LANES, 5)))[0], lanes=LANES, data=5)
     refused(TypeError, "first argument is the tape", ap.clip_lanes, jnp.ones(3), jnp.ones(3))
 
 
