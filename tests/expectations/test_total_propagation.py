@@ -15,10 +15,9 @@ from apgrad.expectations.mixing import _backward, _features
 from apgrad.expectations.weights import least_variance
 from experiments.parts import jump_weights
 from tests.cases import cases
+from tests.expectations.instruments import KEY, assert_gradient, fixed, refused_program, visit
 from tests.expectations.programs import PUBLISHED, THETA, WEIGHTS, linear_rollout, linear_truth, paid, rollout, walk
 from tests.refusals import refused
-
-KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS["suffix"], WEIGHTS["decoupled"]], ids=["suffix", "decoupled"])
@@ -71,9 +70,8 @@ def test_a_distribution_that_keeps_what_it_computed_of_a_parameter_has_one_weigh
         tape, x = ap.sample(tape, made, mixer) if by_sample else node(tape, c, jnp.zeros(tape.lanes))
         return tape.cost(x[:, 1, 0] ** 2)  # the mean of a squared correlation is 1 / (2 c + 1)
 
-    gradient = lambda key: ap.grad(program, lanes=8, cross_fit=True)(key, 1.5)
     with jax.numpy_dtype_promotion("standard"):  # NumPyro's constructor mixes dtypes
-        ap.testing.assert_unbiased(gradient, jnp.float32(-2 / 16), KEY, 2000)
+        assert_gradient(program, 1.5, jnp.float32(-2 / 16), 8, 2000, cross_fit=True)
 
 
 def test_inverse_variance_weights():
@@ -117,7 +115,7 @@ def test_the_target_is_what_is_differentiated():
 def test_without_differentiated_parameters_the_target_is_the_lanes_arguments():
     node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.5))
     program = paid(lambda tape, start: node(tape, 0.9, start * jnp.ones(tape.lanes)), jnp.square)
-    ap.testing.assert_unbiased(lambda key: ap.grad(program, 500)(key, 1.0), 2 * 0.81, KEY, 200)
+    assert_gradient(program, 1.0, 2 * 0.81, 500, 200)
 
 
 @pytest.mark.optimized  # which multiplies and adds in one rounding
@@ -135,26 +133,25 @@ def test_an_exploding_pathwise_gradient_leaves_nothing_behind(weights, cross_fit
 def test_what_it_needs_is_asked_for():
     empty = ap.stochastic(ap.total_propagation())(lambda t: dist.Normal(jnp.sum(t), 1.0))
     # A target without the lanes would silently give equal weights.
-    shared = lambda tape, t: ap.sample(tape, dist.Normal(t, 1.0).expand((4,)), ap.total_propagation())[0]
+    shared = lambda tape, t: ap.sample(tape, dist.Normal(t, 1.0).expand((4,)), ap.total_propagation())
     lanes = r"none has the lanes \(4\) as leading axis"
-    for match, program, theta in (("target is empty", paid(empty), jnp.zeros(0)), (lanes, shared, 1.0)):
-        refused(ValueError, match, jax.eval_shape, jax.grad(ap.expectation(program, 4), argnums=1), KEY, theta)
+    for words, draw, theta in (("target is empty", empty, jnp.zeros(0)), (lanes, shared, 1.0)):
+        refused(ValueError, words, jax.eval_shape, ap.grad(paid(draw), 4), KEY, theta)
     rule = lambda gradients, suffix: gradients[:, 0, 0]
     for weights in (rule, ap.weights.Weighting(rule), ap.weights.decoupled, ap.weights.Weights(rule)):
         node = ap.stochastic(ap.total_propagation(weights=weights))(lambda t: dist.Normal(t, 1.0))
         words = r"or of a rule of your own ap.weights.Weights\(ap.weights.Weighting\(rule\)\); got"
-        refused(TypeError, words, jax.eval_shape, ap.expectation(paid(node), 4), KEY, 1.0)
+        refused_program(words, paid(node), 1.0, error=TypeError)
 
 
 def test_closures_are_seen_alike_eagerly_and_compiled():
     # What is traced abstractly is a tracer there and an array in an eager call.
-    def program(tape, theta, constant):
+    def draw(tape, theta, constant):
         factor = 2 * constant + jnp.ones(3).sum()
         node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * factor * x, constant))
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
-        return tape.cost(x**2)
+        return node(tape, theta, jnp.ones(tape.lanes))
 
-    gradient = ap.grad(program, 4, argnums=(1, 2), cross_fit=True)
+    gradient = ap.grad(paid(draw, jnp.square), 4, argnums=(1, 2), cross_fit=True)
     np.testing.assert_allclose(gradient(KEY, 0.5, 1.5), jax.jit(gradient)(KEY, 0.5, 1.5), rtol=1e-4)
 
 
@@ -201,9 +198,8 @@ def test_each_learned_baseline_of_a_mixer_is_its_own():
     alone = [ap.likelihood_ratio(ap.learned_baseline(lambda theta, b, by=by: by * b)) for by in (1, 9)]
     expected = [gradient(estimator) for estimator in alone]
     assert abs(expected[0] - expected[1]) > 0.01
-    for weights, right in zip(jnp.eye(2), expected, strict=True):
-        rule = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix, w=weights: w))
-        np.testing.assert_allclose(gradient(ap.Mixer("two", tuple(alone), rule)), right, rtol=1e-5)
+    for weights, right in zip(((1, 0), (0, 1)), expected, strict=True):
+        np.testing.assert_allclose(gradient(ap.Mixer("two", tuple(alone), fixed(*weights))), right, rtol=1e-5)
 
 
 def draw(seed, lanes=40, elements=3):
@@ -302,11 +298,6 @@ def test_three_estimators(x64):
     np.testing.assert_allclose(least_variance()(g, jnp.zeros((100_000, 1))), jnp.array([4, 2, 1]) / 7, atol=0.01)
 
 
-def test_bad_numbers():
-    for bad in (-1, float("nan"), float("inf")):
-        refused(ValueError, r"shrinkage must be a finite number", ap.weights.decoupled, shrinkage=bad)
-
-
 OTHERS = {"per step": ap.weights.per_step_inverse_variance(), "mean test": jump_weights.mean_test(threshold=1.0)}
 ESTIMATORS = {name: ap.total_propagation(weights=weights) for name, weights in (WEIGHTS | OTHERS).items()} | {
     "parameters": ap.total_propagation(target="parameters", weights=WEIGHTS["local"]),
@@ -315,14 +306,12 @@ ESTIMATORS = {name: ap.total_propagation(weights=weights) for name, weights in (
 }
 
 
-def with_code(estimator):
-    return linear_rollout(estimator, between=lambda x: jnp.exp(jnp.log(x + 50.0)) - 50.0)
+with_code = lambda estimator: linear_rollout(estimator, between=lambda x: jnp.exp(jnp.log(x + 50.0)) - 50.0)
 
 
 @cases("estimator", ESTIMATORS, long=["local", "suffix", "mean test", "no baseline"])
 def test_unbiased_with_few_lanes(estimator):
-    gradient = jax.grad(ap.expectation(with_code(estimator), lanes=10, cross_fit=True), argnums=1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, THETA), linear_truth(THETA), KEY, 20_000)
+    assert_gradient(with_code(estimator), THETA, linear_truth(THETA), 10, 20_000, cross_fit=True)
 
 
 def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
@@ -335,8 +324,7 @@ def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
 
     value = lambda theta: theta["a"] ** 4 + (theta["a"] ** 2 + 1) * theta["scale"] ** 2
     theta = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}
-    gradient = ap.grad(paid(draw, jnp.square), lanes=10, cross_fit=True)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 20_000)
+    assert_gradient(paid(draw, jnp.square), theta, jax.grad(value)(theta), 10, 20_000, cross_fit=True)
 
 
 @pytest.mark.parametrize("folds", [1, 2])
@@ -355,9 +343,8 @@ def test_by_hand(folds, x64):
         tape, z = node(tape, theta, y)
         return tape.cost(z**3), (y, z)
 
-    objective = ap.expectation(program, lanes, cross_fit=folds > 1, has_aux=True)
-    differentiated = jax.jit(jax.value_and_grad(objective, argnums=(1, 2), has_aux=True))
-    (value, (y, z)), (to_theta, to_x) = differentiated(KEY, theta, start)
+    differentiated = ap.value_and_grad(program, lanes, argnums=(1, 2), cross_fit=folds > 1, has_aux=True)
+    (value, (y, z)), (to_theta, to_x) = jax.jit(differentiated)(KEY, theta, start)
     y, z, x = (np.asarray(v) for v in (y, z, start))
     cost = z**3
     np.testing.assert_allclose(value, cost.mean(), rtol=1e-12)
@@ -389,9 +376,7 @@ def test_the_estimator_is_linear_in_the_cost_after_the_join():
         return tape.cost(y * z)
 
     # E[y z] = theta^2 E[x^2] = theta^2 (theta^2 + 1/4).
-    theta = 0.8
-    gradient = jax.grad(ap.expectation(program, 10, cross_fit=True), argnums=1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), 4 * theta**3 + theta / 2, KEY, 20_000)
+    assert_gradient(program, 0.8, 4 * 0.8**3 + 0.8 / 2, 10, 20_000, cross_fit=True)
 
 
 def test_where_nothing_is_weighed_nothing_changes(x64):
@@ -413,19 +398,8 @@ def test_where_nothing_is_weighed_nothing_changes(x64):
 
 @pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
 def test_baselines_are_of_one_half():
-    # The cost of the first half explodes: the second's baseline, and so its gradient, does not see it.
-    def program(tape, theta, cost):
-        tape, _ = ap.sample(tape, dist.Normal(theta * jnp.ones(tape.lanes), 1.0), ap.likelihood_ratio())
-        return tape.cost(cost)
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def gradient(first, cross_fit):
-        cost = jnp.array([first, 2 * first, 1.0, 2.0])
-        lanes = jax.grad(lambda t: ap.expectation(program, 4, cross_fit=cross_fit)(KEY, t, cost))
-        return lanes(jnp.array([0.1, 0.2, 0.3, 0.4]))
-
-    np.testing.assert_array_equal(gradient(1.0, True)[2:], gradient(1e6, True)[2:])
-    assert jnp.all(gradient(1.0, False)[2:] != gradient(1e6, False)[2:])
+    halves = ap.grad(lambda tape, a: visit(tape, a, "leave_one_out").cost(jnp.array([1.0, 2, 5, 9])), 4, cross_fit=True)
+    np.testing.assert_allclose(4 * jax.jit(halves)(KEY, jnp.zeros(4)), [-1, 1, -4, 4])
 
 
 def test_transformations_closures_and_modules():
@@ -438,9 +412,8 @@ def test_transformations_closures_and_modules():
         tape, x = jax.checkpoint(roll)(tape, jnp.ones((tape.lanes, 2)))
         return tape.cost(jnp.sum(x**2, axis=-1))
 
-    objective = ap.expectation(program, lanes=8, cross_fit=True)
-
-    gradient = lambda key, theta: jax.grad(objective, argnums=(1, 2))(key, theta, module, True, "static")
+    of = lambda argnums: ap.grad(program, 8, argnums=argnums, cross_fit=True)
+    gradient = lambda key, theta: of((1, 2))(key, theta, module, True, "static")
 
     def closed(theta):  # arrays that the whole objective closes over
         return ap.expectation(lambda tape: program(tape, theta, module, True, "static"), 8, cross_fit=True)(KEY)
@@ -448,27 +421,24 @@ def test_transformations_closures_and_modules():
     @jax.jit
     def ways(key, theta):
         mapped = jax.tree.map(lambda x: x[0], jax.vmap(gradient)(key[None], theta[None]))
-        alone = jax.grad(objective, argnums=1)(key, theta, module, True, "static")
-        return gradient(key, theta), mapped, (jax.grad(closed)(theta), alone)
+        alone = of(1)(key, theta, module, True, "static")
+        return (gradient(key, theta), alone), (mapped, jax.grad(closed)(theta))
 
-    compiled, by_vmap, (by_closure, alone) = ways(KEY, jnp.float32(0.7))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled, by_vmap)
-    np.testing.assert_allclose(by_closure, alone, rtol=1e-4)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, *ways(KEY, jnp.float32(0.7)))
 
 
-@pytest.mark.parametrize("of", ["baseline", "weights"])
-def test_an_estimator_of_sample_closes_over_traced_arrays(of):
-    def estimator(c):
-        if of == "baseline":
-            return ap.total_propagation(lambda distribution: c * jnp.ones(4))
-        return ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(lambda *_: jnp.array([c, 1 - c]))))
+CLOSING = {
+    "baseline": lambda c: ap.total_propagation(lambda distribution: c * jnp.ones(4)),
+    "weights": lambda c: ap.total_propagation(weights=fixed(c, 1 - c)),
+}
 
+
+@cases("estimator", CLOSING)
+def test_an_estimator_of_sample_closes_over_traced_arrays(estimator):
     def gradient(theta, c):
-        def program(tape, theta):
-            tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), estimator(c))
-            return tape.cost(theta * x**2)
-
-        return jax.grad(ap.expectation(program, 4, cross_fit=True), argnums=1)(KEY, theta)
+        draw = lambda tape, theta: ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), estimator(c))
+        return ap.grad(paid(draw, jnp.square), 4, cross_fit=True)(KEY, theta)
 
     np.testing.assert_allclose(jax.jit(gradient)(0.5, 0.4), gradient(0.5, 0.4), rtol=1e-5)
 
@@ -479,7 +449,7 @@ def test_weights_that_contribute_apart_reach_closures_and_only_what_is_different
             make = lambda theta, x: dist.Normal(jnp.sin(theta[0] * x) * theta[1] + closed, 0.3)
             return walk(estimator, make, 3, jnp.square)(tape, (theta, frozen))
 
-        return jax.grad(ap.expectation(program, lanes, **options), argnums=argnums)
+        return ap.grad(program, lanes, argnums=argnums, **options)
 
     # Each for itself: only what is differentiated.
     apart = [of(number, ap.total_propagation(), 20, cross_fit=True) for number in (1, 3)]
@@ -501,23 +471,16 @@ def test_branches_gather_the_suffix_once(x64):
     mixer = ap.Mixer("look", (ap.reparameterization(), ap.likelihood_ratio(None)), ap.weights.Weights(weighting))
     node = ap.stochastic(mixer)(lambda theta, x: dist.Normal(theta * x, 1.0))
 
-    def program(tape, theta, parallel):
+    def draw(tape, theta):
         tape, x = node(tape, theta, jnp.ones(tape.lanes))
         branch = lambda tape: node(tape, theta, x)
-        if parallel:
-            tape, (y, z) = tape.parallel(branch, branch)
-        else:
-            tape, y = branch(tape)
-            tape, z = branch(tape)
-        tape, w = node(tape, theta, y + z)
-        return tape.cost(w)
+        tape, (y, z) = tape.parallel(branch, branch)
+        return node(tape, theta, y + z)
 
-    for parallel in (False, True):
-        seen.clear()
-        jax.jit(jax.grad(lambda t, p=parallel: ap.expectation(program, 4)(KEY, t, p)))(1.0)
-        jax.effects_barrier()
-        # Of the last node: nothing. Of the first: all the others, each once.
-        assert len(seen) == 4 and np.all(seen[0] == 0) and all(np.any(s != 0) for s in seen[1:])
+    jax.jit(ap.grad(paid(draw), 4))(KEY, 1.0)
+    jax.effects_barrier()
+    # Of the last node: nothing. Of the first: all the others, each once.
+    assert len(seen) == 4 and np.all(seen[0] == 0) and all(np.any(s != 0) for s in seen[1:])
     assert np.all(seen[1] == seen[2]), "a branch sees what comes after the join, not the other branch"
 
 
@@ -552,6 +515,8 @@ def test_errors():
     def error(match, program):
         refused(ValueError, match, lambda: jax.eval_shape(ap.grad(program, 4, cross_fit=True), KEY, 0.5))
 
+    for bad in (-1, float("nan"), float("inf")):
+        refused(ValueError, r"shrinkage must be a finite number", ap.weights.decoupled, shrinkage=bad)
     program = with_code(ap.total_propagation())
     for lanes in (1, 2, 3, 5):
         refused(ValueError, rf"an even number, at least 4, got {lanes}", ap.expectation, program, lanes, cross_fit=True)
@@ -604,9 +569,8 @@ def test_a_shared_parameter_that_is_as_long_as_the_lanes():
         return ap.sample(tape, d, ap.total_propagation())
 
     loc = jnp.arange(4.0) / 3
-    gradient = ap.grad(paid(draw, lambda x: jnp.sum(jnp.sin(x), axis=-1)), lanes=4, cross_fit=True)
-    exact = np.exp(-1 / 8) * np.cos(np.arange(4) / 3)
-    ap.testing.assert_unbiased(lambda key: gradient(key, loc), exact, KEY, 20_000)
+    program = paid(draw, lambda x: jnp.sum(jnp.sin(x), axis=-1))
+    assert_gradient(program, loc, np.exp(-1 / 8) * np.cos(np.arange(4) / 3), 4, 20_000, cross_fit=True)
     unsure = lambda tape, loc: ap.sample(tape, shifted(dist.Normal().expand((4, 4)), loc), ap.total_propagation())
     refused(ValueError, "for sure", jax.eval_shape, ap.grad(paid(unsure), lanes=4), KEY, loc)
 
