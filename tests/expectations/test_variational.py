@@ -13,15 +13,14 @@ from numpyro.contrib import control_flow
 from numpyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 
 import apgrad as ap
+from tests.expectations.instruments import KEY
 from tests.refusals import refused
 
 V = ap.variational
-KEY = jax.random.key(0)
 X = 1.3  # the observation of p(z) = N(theta, 1), p(x | z) = N(z, 1)
 
 
-def log_joint(theta):
-    return lambda z: -((z - theta) ** 2 + (X - z) ** 2) / 2 - jnp.log(2 * jnp.pi)
+log_joint = lambda theta: lambda z: -((z - theta) ** 2 + (X - z) ** 2) / 2 - jnp.log(2 * jnp.pi)
 
 
 @jax.jit
@@ -234,41 +233,27 @@ def test_elbos_of_all_estimators_and_of_minibatches_are_unbiased():
     assert_unbiased(estimates, dict.fromkeys(estimates, exact_loss), PARAMS, 1, 10_000)
 
 
-def test_a_choice_in_a_plate_pays_for_its_own_datum_and_less_than_without_a_baseline():
-    def variance(elbo):
-        estimate = lambda key: jax.grad(elbo.loss, argnums=1)(key, PARAMS, model, guide, DATA)["logits"]
-        return np.sum(ap.testing.moments(estimate, KEY, 4000).variance)
+def moments(elbo, *args, estimates):
+    """Of an ELBO's gradient at the parameters, which come first among the arguments."""
+    return ap.testing.moments(lambda key: jax.grad(elbo.loss, argnums=1)(key, *args), KEY, estimates)
 
+
+def test_a_choice_in_a_plate_pays_for_its_own_datum_and_less_than_without_a_baseline():
+    variance = lambda elbo: np.sum(moments(elbo, PARAMS, model, guide, DATA, estimates=4000).variance["logits"])
     with jax.numpy_dtype_promotion("standard"):
         graph = variance(TraceGraph_ELBO(4))
     np.testing.assert_allclose(variance(V.elbo({"c": ap.likelihood_ratio(None)}, lanes=4)), graph, rtol=0.2)
     assert variance(V.elbo(lanes=4)) < 0.5 * graph
 
 
-def test_a_choice_pays_for_what_depends_on_it_by_way_of_another_choice():
-    def model():
-        numpyro.sample("c", dist.Bernoulli(0.5))
-        numpyro.sample("d", dist.Bernoulli(0.9))
+def enumerated(model, guide, outcomes):
+    """The exact loss of discrete choices: a sum over all of their outcomes, by NumPyro's densities."""
 
-    def guide():
-        c = numpyro.sample("c", dist.Bernoulli(logits=numpyro.param("a", 0.1)))
-        numpyro.sample("d", dist.Bernoulli(logits=numpyro.param("b", 0.2) + 2.0 * c))
+    def term(params, outcome):
+        log_q, log_p = (numpyro.infer.util.log_density(f, (), {}, params | outcome)[0] for f in (guide, model))
+        return jnp.exp(log_q) * (log_q - log_p)
 
-    def exact(params):
-        q, total = jax.nn.sigmoid(params["a"]), 0.0
-        for c, chance in ((0, 1 - q), (1, q)):
-            r = jax.nn.sigmoid(params["b"] + 2.0 * c)
-            total += chance * (jnp.log(chance / 0.5) + r * jnp.log(r / 0.9) + (1 - r) * jnp.log((1 - r) / 0.1))
-        return total
-
-    gradient = jax.jit(jax.grad(lambda key, params: V.elbo(lanes=2).loss(key, params, model, guide), argnums=1))
-    ap.testing.certify(gradient, jax.jit(exact), {"a": 0.1, "b": 0.2}, resolution=1.0)
-
-
-def outcomes_of(logits):
-    """All outcomes of three independent Bernoulli choices, (8, 3), and the logarithms of their probabilities."""
-    outcomes = jnp.array(list(itertools.product([0, 1], repeat=3)))
-    return outcomes, jnp.sum(jnp.where(outcomes == 1, -jax.nn.softplus(-logits), -jax.nn.softplus(logits)), -1)
+    return lambda params: jnp.sum(jax.vmap(term, (None, 0))(params, outcomes))
 
 
 W = jnp.array([0.5, -1.0, 2.0])
@@ -281,15 +266,15 @@ def guide_of_three():
 
 
 def reentered_guide():
-    numpyro.sample("b", dist.Normal(2.0 * jnp.sum(guide_of_three() * W), 0.5))
+    numpyro.sample("b", dist.Bernoulli(logits=2.0 * jnp.sum(guide_of_three() * W)))
 
 
 def reentered_model():
     with numpyro.plate("N", 3):
         numpyro.sample("a", dist.Bernoulli(0.3))
-    b = numpyro.sample("b", dist.Normal(0.0, 2.0))
+    b = numpyro.sample("b", dist.Bernoulli(0.9))
     with numpyro.plate("N", 3):
-        numpyro.sample("x", dist.Normal(b, 1.0), obs=DATA)
+        numpyro.sample("x", dist.Normal(2.0 * b, 1.0), obs=DATA)
 
 
 MIXES = {
@@ -297,34 +282,26 @@ MIXES = {
     "matrix": lambda a: a.astype(jnp.float32) @ jnp.array([[1.0, 2.0, 0.0], [0.0, -1.0, 0.5], [0.3, 0.0, 1.0]]),
     "neighbour": lambda a: (a + 2 * jnp.roll(a, 1)).astype(jnp.float32),
     "scan": lambda a: jax.lax.scan(lambda c, x: (c + x, c + x), 0, a)[1].astype(jnp.float32),
+    "sum and own": lambda a: (jnp.sum(a) + a).astype(jnp.float32),
     "own": lambda a: TABLES[jnp.arange(3), a],
     "looked up": lambda a: TABLES[0][a],
 }
 
 
 @pytest.mark.parametrize("mix", [*MIXES, "a plate entered again"])
-def test_a_choice_in_a_plate_pays_for_all_members_that_depend_on_it(mix):
+def test_a_choice_in_a_plate_pays_for_all_members_and_choices_that_depend_on_it(mix):
     def model():
         with numpyro.plate("N", 3):
             a = numpyro.sample("a", dist.Bernoulli(0.3))
             numpyro.sample("x", dist.Normal(MIXES[mix](a), 1.0), obs=DATA)
 
-    def exact(params):
-        a, log_q = outcomes_of(params["logits"])
-        cost = log_q - outcomes_of(jnp.full(3, jnp.log(3 / 7)))[1]
-        if mix in MIXES:
-            means = jax.vmap(lambda a: jnp.broadcast_to(MIXES[mix](a), (3,)))(a)
-            return jnp.exp(log_q) @ (cost - jnp.sum(dist.Normal(means, 1.0).log_prob(DATA), -1))
-        b = 2.0 * a.astype(jnp.float32) @ W
-        cost += jnp.log(2.0 / 0.5) - 0.5 + (b**2 + 0.25) / 8
-        cost += jnp.sum((DATA - b[:, None]) ** 2 + 0.25, -1) / 2 + 1.5 * jnp.log(2 * jnp.pi)
-        return jnp.exp(log_q) @ cost
-
     model, guide = (model, guide_of_three) if mix in MIXES else (reentered_model, reentered_guide)
-    params = {"logits": PARAMS["logits"]}
-    loss = lambda key, params: V.elbo(lanes=10).loss(key, params, model, guide)
-    truth = jax.tree.map(np.asarray, jax.jit(jax.grad(exact))(params))
-    ap.testing.assert_unbiased(lambda key: jax.grad(loss, argnums=1)(key, params), truth, KEY, 2000)
+    outcomes = np.array(list(itertools.product([0, 1], repeat=4)))
+    outcomes = {"a": outcomes[::2, :3]} if mix in MIXES else {"a": outcomes[:, :3], "b": outcomes[:, 3]}
+    with jax.numpy_dtype_promotion("standard"):
+        truth = jax.jit(jax.grad(enumerated(model, guide, outcomes)))({"logits": PARAMS["logits"]})
+    gradient = lambda key: jax.grad(V.elbo(lanes=10).loss, argnums=1)(key, {"logits": PARAMS["logits"]}, model, guide)
+    ap.testing.assert_unbiased(gradient, jax.tree.map(np.asarray, truth), KEY, 2000)
 
 
 def test_a_member_that_is_found_by_its_number_pays_for_its_own_cost_alone():
@@ -340,8 +317,7 @@ def test_a_member_that_is_found_by_its_number_pays_for_its_own_cost_alone():
             with numpyro.plate("N", 2):
                 numpyro.sample("c", dist.Categorical(logits=numpyro.param("logits", jnp.zeros((2, 2)))))
 
-        gradient = jax.grad(V.elbo(lanes=2).loss, argnums=1)
-        found = ap.testing.moments(lambda key: gradient(key, {"logits": jnp.zeros((2, 2))}, model, guide), KEY, 200)
+        found = moments(V.elbo(lanes=2), {"logits": jnp.zeros((2, 2))}, model, guide, estimates=200)
         return found.variance["logits"][0, 0]
 
     np.testing.assert_allclose(variance(jnp.array([1.0, 100.0])), variance(jnp.array([1.0, 1.0])), rtol=1e-3)
@@ -381,11 +357,8 @@ def test_sticking_the_landing_has_the_mean_of_the_elbo_with_automatic_guides(nam
 
 
 def test_sticking_the_landing_refuses_a_support_that_moves():
-    def model():
-        numpyro.sample("z", dist.Normal(0.0, 1.0))
-
-    def guide():
-        numpyro.sample("z", dist.Uniform(0.0, numpyro.param("t", 1.0)))
+    model = lambda: numpyro.sample("z", dist.Normal(0.0, 1.0))
+    guide = lambda: numpyro.sample("z", dist.Uniform(0.0, numpyro.param("t", 1.0)))
 
     def run(**options):
         jax.eval_shape(jax.grad(lambda t: V.elbo(lanes=2, **options).loss(KEY, {"t": t}, model, guide)), 2.0)
@@ -396,12 +369,8 @@ def test_sticking_the_landing_refuses_a_support_that_moves():
 
 
 def assert_the_same_gradient(ours, theirs, params, model, guide, *data):
-    def estimate(elbo):
-        gradient = lambda key: jax.grad(elbo.loss, argnums=1)(key, params, model, guide, *data)
-        return ap.testing.moments(gradient, KEY, 1000)
-
     with jax.numpy_dtype_promotion("standard"):
-        ours, theirs = estimate(ours), estimate(theirs)
+        ours, theirs = (moments(elbo, params, model, guide, *data, estimates=1000) for elbo in (ours, theirs))
     for name, mean in ours.mean.items():
         errors = np.hypot(ours.standard_error[name], theirs.standard_error[name])
         assert np.all(np.abs(mean - theirs.mean[name]) <= 4.5 * errors + 1e-5), name
