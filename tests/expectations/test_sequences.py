@@ -11,20 +11,16 @@ import pytest
 
 import apgrad as ap
 from tests.cases import cases
-from tests.expectations.programs import paid
+from tests.expectations.instruments import KEY, refused_program, visit
+from tests.expectations.programs import coins
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 STEPS = 3
 THETA = jnp.array([0.3, -0.6])
 
 
-def logit(theta, t, before):
-    return theta[0] + theta[1] * before * (1.0 + 0.5 * t)
-
-
-def cost_at(t, x, before):
-    return (1.5 * x - 0.4) * (1.0 + before) * (1.0 + t)
+logit = lambda theta, t, before: theta[0] + theta[1] * before * (1.0 + 0.5 * t)
+cost_at = lambda t, x, before: (1.5 * x - 0.4) * (1.0 + before) * (1.0 + t)
 
 
 def faded(factor, theta, end=lambda t, xs: False):
@@ -102,14 +98,9 @@ def test_faded_credit_is_the_same_whichever_choice_has_a_baseline():
 
 
 def test_a_learned_baseline_learns_the_faded_cost_to_go():
-    value = ap.learned_baseline(lambda b: b)
-    flip = ap.stochastic(ap.likelihood_ratio(value), in_axes=(None,))(lambda b: dist.Bernoulli(probs=0.5))
-
-    def run(tape, b):
-        tape, _ = flip(tape, b)
-        return tape.discount(0.5).cost(jnp.full(tape.lanes, 8.0))
-
-    assert jax.jit(jax.grad(ap.expectation(run, 4), argnums=1))(KEY, 1.0) == 1.0 - 4.0
+    value = lambda b: ap.learned_baseline(lambda d: b * jnp.ones(4))
+    run = lambda tape, b: visit(tape, jnp.zeros(4), value(b)).discount(0.5).cost(jnp.full(4, 8.0))
+    assert jax.jit(ap.grad(run, 4))(KEY, 1.0) == 1.0 - 4.0
 
 
 def test_discount_refuses_what_it_would_get_wrong():
@@ -117,13 +108,10 @@ def test_discount_refuses_what_it_would_get_wrong():
     normal = dist.Normal(jnp.zeros(4), 1.0)
     mixed = lambda tape: ap.sample(tape.discount(0.5), normal, ap.total_propagation())[0].cost(jnp.ones(4))
     rows = np.array([1.0, 0.5, 2.0, 0.0])
-    out_of_range = [1.5, np.float32(1.7), jnp.float32(1.7), jnp.bfloat16(-0.5), np.nan, rows, 1j]
-    for run, message in (
-        (mixed, r"tape.discount fades.*total_propagation"),
-        *((faded(factor), "from 0 to 1") for factor in out_of_range),
-        (faded(jnp.ones(3)), "one factor a lane"),
-    ):
-        refused(ValueError, message, jax.eval_shape, ap.expectation(run, 4), KEY)
+    refused_program(r"tape.discount fades.*total_propagation", mixed)
+    for factor in (1.5, np.float32(1.7), jnp.float32(1.7), jnp.bfloat16(-0.5), np.nan, rows, 1j):
+        refused_program("from 0 to 1", faded(factor))
+    refused_program("one factor a lane", faded(jnp.ones(3)))
 
 
 @pytest.mark.parametrize("cost", ["of the lane too", "of parts"])
@@ -162,7 +150,7 @@ def test_discount_is_refused_in_a_branch_in_which_the_credit_before_the_fork_wou
         tape = fade(tape) if where is jax.jit else tape  # what is cached here must not hide it in the branch
         return tape.parallel(lambda t: (fade(t), 0), lambda t: (t, 0))[0].cost(jnp.ones(4))
 
-    refused(ValueError, r"discount inside a branch of tape\.parallel", jax.eval_shape, ap.expectation(run, 4), KEY)
+    refused_program(r"discount inside a branch of tape\.parallel", run)
 
 
 def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
@@ -191,12 +179,9 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
 
 @pytest.mark.quick
 def test_masks_and_parts_that_fit_nothing_are_errors():
-    flip = ap.stochastic(ap.likelihood_ratio())(lambda p: dist.Bernoulli(probs=p))
     for mask in (jnp.ones(4), jnp.ones(3, bool)):
-        wrong = ap.expectation(lambda tape, mask=mask: flip(tape, 0.5, mask=mask)[0].cost(jnp.ones(4)), 4)
-        refused(ValueError, "expected Booleans", wrong, KEY)
-    none = lambda tape: ap.sample(tape, dist.Normal(jnp.ones((4, 0)), 1.0), ap.likelihood_ratio(), parts=True)[0]
-    refused(ValueError, r"a part at least, got \(4, 0\)", lambda: ap.expectation(none, 4)(KEY))
+        refused_program("expected Booleans", lambda tape, mask=mask: visit(tape, jnp.ones(4), mask=mask))
+    refused_program(r"a part at least, got \(4, 0\)", lambda tape: visit(tape, jnp.ones((4, 0)), parts=True))
 
 
 def test_the_standardized_baseline_is_the_formula_of_grpo():
@@ -215,17 +200,16 @@ def test_the_standardized_baseline_is_the_formula_of_grpo():
             tape, xs = tape.cost(costs[-1]), [*xs, x]
         return tape, (costs, xs)
 
-    objective = ap.expectation(run, lanes=group, data=prompts, has_aux=True)
-    gradient, (costs, xs) = jax.jit(jax.grad(objective, argnums=1, has_aux=True))(KEY, 0.3)
+    both = ap.grad(run, lanes=group, data=prompts, has_aux=True)
+    gradient, (costs, xs) = jax.jit(both)(KEY, 0.3)
     scores = [(c - c.mean(0)) / (c.std(0) + 1e-4) for c in costs]
     wanted = sum(jnp.mean((x - jax.nn.sigmoid(0.3)) * sum(scores[step:])) for step, x in enumerate(xs))
     np.testing.assert_allclose(gradient, wanted + 2.0, rtol=1e-5)
-    alone = lambda theta: jax.grad(objective, argnums=1, has_aux=True)(KEY, theta)[0]
-    refused(TypeError, "standardized baseline has no second derivative", jax.grad(alone), 0.3)
+    second = jax.grad(lambda theta: both(KEY, theta)[0])
+    refused(TypeError, "standardized baseline has no second derivative", jax.eval_shape, second, 0.3)
     # The unit of the costs does not matter, be its square a number or not.
-    coin = ap.stochastic(estimator)(lambda theta: dist.Bernoulli(logits=theta))
-    scaled = lambda unit: paid(coin, lambda x: unit * x.astype(jnp.float32))
-    of_units = [jax.jit(ap.grad(scaled(unit), lanes=10))(KEY, 0.3) for unit in (1e10, 1e30)]
+    coin = lambda unit: coins(lambda tape, theta: theta * jnp.ones(tape.lanes), estimator, lambda x: unit * x)
+    of_units = [jax.jit(ap.grad(coin(unit), lanes=10))(KEY, 0.3) for unit in (1e10, 1e30)]
     np.testing.assert_allclose(*of_units, rtol=1e-5)
     assert of_units[0] > 0
 
@@ -240,6 +224,4 @@ def test_the_standardized_baseline_is_refused_where_a_gradient_is_promised():
     choose = functools.partial(ap.choose, None, coin, lambda x: (x, None), ap.disarm())
     for baseline in ("standardized", "leave one out"):
         refused(ValueError, r"choose \(disarm\).*baseline", choose, baseline=baseline)
-    one = dist.Bernoulli(probs=jnp.full(1, 0.5))
-    alone = ap.expectation(lambda tape: ap.sample(tape, one, standardized)[0], 1)
-    refused(ValueError, "needs at least 2, got lanes=1", alone, KEY)
+    refused_program("needs at least 2, got lanes=1", lambda tape: visit(tape, jnp.ones(1), "standardized"), lanes=1)
