@@ -9,19 +9,15 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.instruments import KEY, assert_gradient, fixed, refused_program, visit
 from tests.expectations.programs import paid
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 A = np.array([[2.0, 0.3], [0.3, 0.5]])
 
 
-def quadratic(x):
-    return 0.5 * x @ jnp.asarray(A, x.dtype) @ x
-
-
-def gaussian(theta):
-    return dist.Normal(jnp.array([1.0, 2.0]) * theta, 0.3 + 0.1 * theta)
+quadratic = lambda x: 0.5 * x @ jnp.asarray(A, x.dtype) @ x
+gaussian = lambda theta: dist.Normal(jnp.array([1.0, 2.0]) * theta, 0.3 + 0.1 * theta)
 
 
 def program(estimator, then=lambda tape, x: (tape, x), **options):
@@ -40,17 +36,15 @@ def exact(theta):
 
 
 ESTIMATORS = [ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()]
-
-
 MORE = [(5, {}), (8, {"cross_fit": True})]
 
 
 @pytest.mark.parametrize("lanes, options", [(2, {}), *(pytest.param(*more, marks=pytest.mark.long) for more in MORE)])
 def test_shaping_is_unbiased_for_a_gaussian_state_and_a_quadratic_cost(lanes, options):
-    cases = [(e, p) for e in ESTIMATORS for p in ("shaped", "raw") if options or e.name != "total_propagation"]
-    shaped = [program(e, shaping=ap.gaussian_shaping(p)) for e, p in cases]
+    ways = [(e, p) for e in ESTIMATORS for p in ("shaped", "raw") if options or e.name != "total_propagation"]
+    shaped = [program(e, shaping=ap.gaussian_shaping(p)) for e, p in ways]
     steps = [ap.value_and_grad(run, lanes, **options) for run in shaped]
-    truth = [(float(exact(0.7)), float(jax.grad(exact)(0.7)))] * len(cases)
+    truth = [(float(exact(0.7)), float(jax.grad(exact)(0.7)))] * len(ways)
     ap.testing.assert_unbiased(lambda key: [step(key, 0.7) for step in steps], truth, KEY, 40_000 // lanes)
     values = ap.expectation(shaped[0], lanes, **options), ap.expectation(program(ESTIMATORS[0]), lanes, **options)
     np.testing.assert_array_equal(*jax.jit(lambda: [value(KEY, 0.7) for value in values])())
@@ -59,12 +53,8 @@ def test_shaping_is_unbiased_for_a_gaussian_state_and_a_quadratic_cost(lanes, op
 def test_the_shaped_message_is_the_published_formula(x64):
     x = jax.random.normal(KEY, (50, 2)) @ jnp.array([[1.0, 0.5], [0.0, 0.7]])
 
-    def run(tape, x, theta):
-        probe = ap.Estimator("probe", score=lambda d, _: ap.zero_with_gradient(d.loc), baseline=None)
-        tape, _ = ap.sample(tape, dist.Normal(theta, 1.0), probe)
-        return tape.cost(quadratic, x, shaping=ap.gaussian_shaping())
-
-    to_x, message = jax.jit(jax.grad(ap.expectation(run, 50), argnums=(1, 2)))(KEY, x, jnp.zeros(50))
+    shaped = lambda tape, x, theta: visit(tape, theta).cost(quadratic, x, shaping=ap.gaussian_shaping())
+    to_x, message = jax.jit(ap.grad(shaped, 50, argnums=(1, 2)))(KEY, x, jnp.zeros(50))
     # For a quadratic cost C_mu = A mean(x~) and C_Sigma = A / 2 up to the noise of the fit's 50 samples: read
     # them off the message to x by least squares, and write the charge of each lane out by the moments of the others.
     x, to_x = np.asarray(x), 50 * np.asarray(to_x)
@@ -84,13 +74,9 @@ def test_the_shaped_message_is_the_published_formula(x64):
 
 def test_a_mask_that_masks_nothing_changes_no_shaped_gradient(x64):
     """A shaped message is a difference from the other lanes: a lane's own sample is in all of them, so no baseline."""
-    rule = ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.4, 0.6], gradients.dtype))
-    half = ap.Mixer("half", (ap.reparameterization(), ap.likelihood_ratio()), ap.weights.Weights(rule))
-
-    nodes = [
-        ap.stochastic(estimator)(lambda theta, x: dist.Normal(0.9 * x + theta, 0.3 + 0.1 * theta))
-        for estimator in (ap.likelihood_ratio(), half)
-    ]
+    mixed = ap.Mixer("mixed", (ap.reparameterization(), ap.likelihood_ratio()), fixed(0.4, 0.6))
+    make = lambda theta, x: dist.Normal(0.9 * x + theta, 0.3 + 0.1 * theta)
+    nodes = [ap.stochastic(estimator)(make) for estimator in (ap.likelihood_ratio(), mixed)]
 
     def walk(tape, theta, masked):
         mask = {"mask": jnp.ones(4, bool)} if masked else {}
@@ -109,16 +95,14 @@ def test_a_mask_that_masks_nothing_changes_no_shaped_gradient(x64):
 
 
 def test_arrays_that_the_cost_closes_over_get_their_gradient():
-    def run(tape, weight):
-        x = jnp.arange(8.0).reshape(4, 2)
-        return tape.cost(lambda x: weight * jnp.sum(x), x, shaping=ap.gaussian_shaping())
-
+    x, shaping = jnp.arange(8.0).reshape(4, 2), ap.gaussian_shaping()
+    run = lambda tape, weight: tape.cost(lambda x: weight * jnp.sum(x), x, shaping=shaping)
     np.testing.assert_allclose(jax.jit(ap.value_and_grad(run, 4))(KEY, 3.0), (21.0, 7.0))
 
 
 def test_resampling_is_right_for_a_gaussian_state():
-    gradient = ap.grad(program(ap.reparameterization(), ap.gaussian_resampling), 500)
-    ap.testing.assert_unbiased(lambda key: gradient(key, 0.7), float(jax.grad(exact)(0.7)), KEY, 1000)
+    resampling = program(ap.reparameterization(), ap.gaussian_resampling)
+    assert_gradient(resampling, 0.7, float(jax.grad(exact)(0.7)), 500, 1000)
 
 
 def resampled(tape, x):
@@ -157,11 +141,8 @@ def test_a_state_whose_square_leaves_its_type_is_like_any_other():
         def run(tape, theta):
             state = dist.Normal(jnp.array([1.0, 2.0]) * theta * scale * jnp.ones((10, 1)), 0.3 * theta * scale)
             tape, x = ap.sample(tape, state.to_event(1), ap.reparameterization())
-            cost = lambda x: quadratic(x / scale)
-            if resample:
-                tape, x = ap.gaussian_resampling(tape, x)
-                return tape.cost(jax.vmap(cost)(x))
-            return tape.cost(cost, x, shaping=ap.gaussian_shaping())
+            tape, x = ap.gaussian_resampling(tape, x) if resample else (tape, x)
+            return tape.cost(lambda x: quadratic(x / scale), x, shaping=None if resample else ap.gaussian_shaping())
 
         return jnp.stack(ap.value_and_grad(run, 10)(KEY, 0.7))
 
@@ -187,9 +168,7 @@ def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
 
 def test_second_derivatives():
     # Without a score nothing is charged, and the raw pathwise derivative is right.
-    raw = program(ap.reparameterization(), shaping=ap.gaussian_shaping("raw"))
-    plain = program(ap.reparameterization())
-
+    raw, plain = (program(ap.reparameterization(), shaping=shaping) for shaping in (ap.gaussian_shaping("raw"), None))
     resampled = paid(lambda tape, theta: ap.gaussian_resampling(tape, theta * jnp.arange(10.0)), jnp.square)
     of = lambda program: jax.hessian(ap.expectation(program, 10), argnums=1)(KEY, 1.0)
     twice = lambda: 2 * ap.expectation(resampled, 10)(KEY, 1.0)
@@ -201,14 +180,8 @@ def test_second_derivatives():
 @pytest.mark.parametrize("estimator", ESTIMATORS[1:], ids=["likelihood_ratio", "total_propagation"])
 @pytest.mark.parametrize("order", [1, -1])
 def test_resampling_next_to_likelihood_ratio_credit_is_refused(estimator, order):
-    def run(tape, theta):
-        steps = [lambda tape, x: ap.sample(tape, dist.Normal(x, 1.0), estimator), ap.gaussian_resampling]
-        x = theta * jnp.ones(4)
-        for step in steps[::order]:
-            tape, x = step(tape, x)
-        return tape.cost(x)
-
-    refused(ValueError, "lets lanes act on each other", lambda: jax.eval_shape(ap.expectation(run, 4), KEY, 1.0))
+    first, second = (lambda t, x: ap.sample(t, dist.Normal(x, 1.0), estimator), ap.gaussian_resampling)[::order]
+    refused_program("lets lanes act on each other", paid(lambda tape, x: second(*first(tape, x))), jnp.ones(4))
 
 
 def test_a_derivative_that_is_not_known_is_refused():
