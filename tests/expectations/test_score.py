@@ -10,9 +10,9 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.instruments import KEY, refused_program, visit
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 SENTENCES = np.array(list(itertools.product(range(3), repeat=2)))  # all of two letters; letter 0 ends a sentence
 # Rows: the letter before.
 BEHAVIOUR = np.log(np.array([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4], [0.2, 0.5, 0.3]]))
@@ -25,8 +25,7 @@ def log_behaviour(sentences, alive):
     return BEHAVIOUR[before, sentences] * alive, before
 
 
-def alive_of(sentences):
-    return np.stack([np.ones(len(sentences), bool), sentences[:, 0] != 0], axis=1)
+alive_of = lambda sentences: np.stack([np.ones(len(sentences), bool), sentences[:, 0] != 0], axis=1)
 
 
 def expected(theta):
@@ -55,26 +54,19 @@ def stepwise(tape, theta, x, b, alive, before, baseline):
     return jax.lax.scan(step, tape, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, b, alive, before)))[0]
 
 
-def by_function(distribution):
-    return 0.7 * distribution.probs.reshape(distribution.batch_shape[0], -1)[:, 0]
+by_function = lambda distribution: 0.7 * distribution.probs.reshape(distribution.batch_shape[0], -1)[:, 0]
 
 
 BASELINES = {"none": None, "leave_one_out": "leave_one_out", "function": by_function}
-BASELINES |= {"learned": ap.learned_baseline(by_function)}
-
-
+BASELINES |= {"learned": ap.learned_baseline(lambda d: jax.lax.stop_gradient(by_function(d)))}
 # The parameters of the learned baseline are the distribution's, constants to theta, which `whole` alone shows.
-WAYS = [(p, name) for p in (whole, stepwise) for name in BASELINES if p is whole or not name.startswith("learned")]
+WAYS = [(p, name) for p in (whole, stepwise) for name in BASELINES if p is whole or name != "learned"]
 
 
 @pytest.mark.parametrize("program, name", WAYS)
 def test_every_pair_of_sentences_gives_the_exact_value_gradient_and_hessian(program, name, x64):
     # Two lanes, and the sum over all pairs of sentences by their probability under the behaviour.
-    pairs = np.array(list(itertools.product(range(9), repeat=2)))
-    baseline = BASELINES[name]
-    if name.startswith("learned"):
-        inner = baseline.function
-        baseline = baseline._replace(function=lambda d: jax.lax.stop_gradient(inner(d)))
+    pairs, baseline = np.array(list(itertools.product(range(9), repeat=2))), BASELINES[name]
     objective = ap.expectation(lambda tape, theta, *data: program(tape, theta, *data, baseline), lanes=2)
     x = SENTENCES[pairs]
     alive = alive_of(x.reshape(-1, 2))
@@ -102,12 +94,8 @@ def test_parts_and_pathwise_derivatives_are_weighed_too(x64):
 
     exact = lambda theta: jnp.mean((1.0 + theta[0]) * (theta[1] ** 2 + 0.01))
     theta = jnp.stack([jnp.asarray(p), jnp.array([1.0, -0.5])])
-    gradient = jax.grad(ap.expectation(program, lanes, data=2), argnums=1)
-
-    def estimate(key):
-        x = jax.random.bernoulli(jax.random.fold_in(key, 99), jnp.asarray(q), (lanes, 2)).astype(int)
-        return gradient(key, theta, x)
-
+    thrown = lambda key: jax.random.bernoulli(jax.random.fold_in(key, 99), jnp.asarray(q), (lanes, 2)).astype(int)
+    estimate = lambda key: ap.grad(program, lanes, data=2)(key, theta, thrown(key))
     ap.testing.assert_unbiased(estimate, jax.grad(exact)(theta), KEY, 1_000)
 
 
@@ -128,8 +116,7 @@ def test_continuous_values_and_transformations():
     ap.testing.assert_transformable(lambda theta: objective(KEY, theta), theta, rtol=2e-5, atol=1e-5)
 
 
-def _gammas(a, b):
-    return dist.Gamma(a[:, None] * jnp.ones(2), b).to_event(1)
+_gammas = lambda a, b: dist.Gamma(a[:, None] * jnp.ones(2), b).to_event(1)
 
 
 @pytest.mark.parametrize("family", [dist.Gamma, dist.LogNormal, _gammas])
@@ -137,12 +124,11 @@ def test_what_fills_a_masked_place_may_be_outside_of_the_support(family):
     make, x = lambda a: family(a * jnp.ones(4), 1.0), jnp.array([1.0, 2.0, 0.5, 0.0])
     x = x if make(1.0).event_shape == () else jnp.stack([x, x], 1)
 
-    def gradient(x, mask):
-        scored = lambda tape, a: ap.score(tape, make(a), x, behaviour_log_prob=jnp.zeros(4), mask=mask)
-        return ap.grad(lambda tape, a: scored(tape, a).cost(jnp.arange(4.0)), 4)(KEY, 1.3)
+    def gradient(x):
+        given = {"behaviour_log_prob": jnp.zeros(4), "mask": jnp.array([True, True, True, False])}
+        return ap.grad(lambda tape, a: ap.score(tape, make(a), x, **given).cost(jnp.arange(4.0)), 4)(KEY, 1.3)
 
-    mask = jnp.array([True, True, True, False])
-    filled, other = jax.jit(lambda: (gradient(x, mask), gradient(jnp.where(x == 0, 1.0, x), mask)))()
+    filled, other = jax.jit(lambda: (gradient(x), gradient(jnp.where(x == 0, 1.0, x))))()
     np.testing.assert_allclose(filled, other, rtol=1e-6)
 
 
@@ -168,11 +154,9 @@ def test_a_program_mixes_scored_and_sampled_choices():
         tape, y = ap.sample(tape, second, ap.likelihood_ratio())
         return tape.cost(jnp.where(x == y, 3.0, 1.0))
 
-    def estimate(key):
-        x = jax.random.bernoulli(jax.random.fold_in(key, 99), 0.5, (100,)).astype(int)
-        return jax.value_and_grad(ap.expectation(program, 100), argnums=1)(key, theta, x)
-
     theta = jnp.array([0.3, 0.8])
+    thrown = lambda key: jax.random.bernoulli(jax.random.fold_in(key, 99), 0.5, (100,)).astype(int)
+    estimate = lambda key: ap.value_and_grad(program, 100)(key, theta, thrown(key))
     exact = jax.value_and_grad(lambda theta: 1 + 2 * theta[1])  # x == y with this probability, whatever x is
     ap.testing.assert_unbiased(estimate, exact(theta), KEY, 1_000)
 
@@ -213,10 +197,10 @@ def test_what_cannot_be_right_is_refused():
 @pytest.mark.quick
 def test_what_knows_no_weights_is_refused():
     scored = lambda tape: ap.score(tape, COIN, THROWN, behaviour_log_prob=HALF)
-    standardized = lambda tape: ap.sample(scored(tape), COIN, ap.likelihood_ratio("standardized"))[0].cost(THROWN)
+    standardized = lambda tape: visit(scored(tape), jnp.ones(4), "standardized").cost(THROWN)
     shaped = lambda tape: scored(tape).cost(lambda x: x, jnp.ones(4), shaping=ap.gaussian_shaping())
     for program in (lambda tape: scored(tape).discount(0.5).cost(THROWN), shaped, standardized):
-        refused(ValueError, "score weighs the costs after it", ap.expectation(program, 4), KEY)
+        refused_program("score weighs the costs after it", program)
 
     def moving(tape, theta):
         normal = dist.Normal(theta * jnp.ones(4), 1.0)
