@@ -13,10 +13,11 @@ import scipy.special
 
 import apgrad as ap
 from tests.cases import cases
+from tests.expectations.instruments import KEY, refused_program
+from tests.expectations.programs import paid
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
-COIN = dist.Bernoulli(probs=jnp.full(4, 0.5))
+COIN, NORMAL = dist.Bernoulli(probs=jnp.full(4, 0.5)), dist.Normal(jnp.ones(4), 1.0)
 
 
 class Family(NamedTuple):
@@ -38,10 +39,7 @@ def bernoulli(u):
 
 
 SLOPES = np.array([0.5, -1.0, 1.5])  # a categorical choice's logits are these times u
-
-
-def categorical(u):
-    return product(jnp.array([[0.0, 1.0, 2.0]] * 2), jax.nn.softmax(u[:, None] * SLOPES, axis=-1))
+categorical = lambda u: product(jnp.array([[0.0, 1.0, 2.0]] * 2), jax.nn.softmax(u[:, None] * SLOPES, axis=-1))
 
 
 def binomial(u):
@@ -79,8 +77,7 @@ FAMILIES = {
 }
 
 
-def wave(z):
-    return jnp.sum(jnp.sin(z))
+wave = lambda z: jnp.sum(jnp.sin(z))
 
 
 class Row(NamedTuple):
@@ -180,15 +177,14 @@ def program(row):
 def test_two_choices_in_a_scan_have_the_exact_gradient_of_four_models(row):
     assert row.estimator.bias == "none" and row.estimator.assumptions
     theta, models = jnp.asarray(THETA, "float32"), jnp.asarray(MODELS, "float32")
-    by_model = jax.vmap(jax.grad(ap.expectation(program(row), 20), argnums=1), (None, None, 0))
+    by_model = jax.vmap(ap.grad(program(row), 20), (None, None, 0))
     ap.testing.assert_unbiased(lambda key: by_model(key, theta, models), truth(row.family), KEY, 1_000)
 
 
 @cases("row", FIRST, long=["rao_blackwellized", "rebar", "relax", "double_control_variates"])
 def test_second_derivatives_are_exact_or_refused(row):
     theta, model, along = (jnp.asarray(x, jnp.float32) for x in (THETA, MODELS[1], [1.0, -0.5, 2.0]))
-    gradient = jax.grad(ap.expectation(program(row), 50), argnums=1)
-    second = jax.grad(lambda theta, key: gradient(key, theta, model) @ along)
+    second = jax.grad(lambda theta, key: ap.grad(program(row), 50)(key, theta, model) @ along)
     if row.second == "refused":
         refused(TypeError, r"has no second derivative.*Use", jax.eval_shape, second, theta, KEY)
     else:
@@ -232,11 +228,8 @@ def test_lanes_without_a_choice_have_the_derivative_of_the_cost():
     estimators = [row.estimator for row in FIRST.values() if row.estimator.name != "disarm_stick_breaking"]
 
     def gradient(estimator, theta):
-        def program(tape, theta):
-            coins = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, 0)))
-            return ap.choose(tape, coins, lambda x: (jnp.sum(x.astype(float)) + theta**2, None), estimator)[0]
-
-        return ap.value_and_grad(program, lanes=3)(KEY, theta)
+        run = lambda tape, u: one_choice(estimator, coins(0), lambda x: jnp.sum(x.astype(float)) + u**2)(tape, u)
+        return ap.value_and_grad(run, lanes=3)(KEY, theta)
 
     found = jax.jit(lambda theta: [gradient(estimator, theta) for estimator in estimators])(1.5)
     np.testing.assert_allclose(found, [[2.25, 3.0]] * len(estimators), rtol=1e-6)
@@ -245,6 +238,10 @@ def test_lanes_without_a_choice_have_the_derivative_of_the_cost():
 def one_choice(estimator, make, cost):
     """A program of one choice by `make(lanes, *args)`, which costs that of its sample."""
     return lambda tape, *args: ap.choose(tape, make(tape.lanes, *args), lambda x: (cost(x), None), estimator)[0]
+
+
+def coins(*size):
+    return lambda lanes, logits: dist.Bernoulli(logits=jnp.broadcast_to(logits, (lanes, *size)))
 
 
 @pytest.mark.quick
@@ -265,8 +262,8 @@ NOT_TAKEN = [
     (ap.enumeration(), dist.Bernoulli(probs=0.5), ValueError, "must start with the lanes"),
     (ap.disarm(), dist.Poisson(jnp.ones(4)), TypeError, "takes Bernoulli choices, got Poisson"),
     (ap.disarm_stick_breaking(), dist.Bernoulli(probs=jnp.ones(4)), TypeError, "takes categorical choices"),
-    (ap.rebar(), dist.Normal(jnp.ones(4), 1.0), TypeError, "takes Bernoulli or categorical choices"),
-    (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
+    (ap.rebar(), NORMAL, TypeError, "takes Bernoulli or categorical choices"),
+    (ap.double_control_variates(), NORMAL, TypeError, "discrete choices"),
     (ap.double_control_variates(2, jnp.ones(())), dist.Poisson(jnp.ones(4)), TypeError, "that is trained"),
     (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
     (ap.rloo(), COIN.mask(False), TypeError, "log_prob of MaskedDistribution is not the density"),
@@ -295,12 +292,13 @@ def test_wrong_arguments_are_errors():
     for factory in (ap.rebar, ap.gumbel_softmax, ap.reinmax):
         refused(ValueError, r"the temperature of .* must be a finite number above 0", factory, 0.0)
     refused(TypeError, "takes a function", ap.relax, 3)
+    for estimator in (ap.straight_through(), ap.gumbel_softmax(0.7), ap.gumbel_softmax(0.7, hard=True), ap.reinmax()):
+        refused_program("got Normal", lambda tape, e=estimator: ap.sample(tape, NORMAL, e)[0], error=TypeError)
 
 
 @pytest.mark.parametrize("estimator", [ap.rloo(8), ap.double_control_variates(8)], ids=lambda e: e.name)
 def test_costs_in_half_precision_whose_sum_is_no_number(estimator):
-    coin = lambda lanes, logit: dist.Bernoulli(logits=jnp.broadcast_to(logit, (lanes,)))
-    program = lambda dtype: one_choice(estimator, coin, lambda x: (30_000 + 1000 * x).astype(dtype))
+    program = lambda dtype: one_choice(estimator, coins(), lambda x: (30_000 + 1000 * x).astype(dtype))
     gradient = lambda dtype: ap.grad(program(dtype), lanes=200)(KEY, 0.3)
     half, single = jax.jit(lambda: [gradient(dtype) for dtype in ("float16", "float32")])()
     np.testing.assert_allclose(half, single, rtol=1e-2)
@@ -311,17 +309,16 @@ def test_a_batch_in_a_lane_is_warned_of_and_data_says_what_to_do():
     y = jnp.arange(20.0) % 2
     miss = lambda z: (z.astype(y.dtype) - y) ** 2
 
-    coins = lambda lanes: dist.Bernoulli(logits=jnp.zeros((lanes, 20)))
-    run = lambda cost, **data: jax.eval_shape(ap.expectation(one_choice(ap.disarm(), coins, cost), 5, **data), KEY)
+    program = lambda cost: one_choice(ap.disarm(), coins(20), cost)
     with pytest.warns(UserWarning, match=r"20 terms that see one of them each.*each example be a lane"):
-        run(lambda z: jnp.mean(miss(z)))
-    refused(ValueError, r"got shape \(20,\).*each example be a lane.*examples as arguments after", run, miss, data=20)
+        jax.eval_shape(ap.expectation(program(lambda z: jnp.mean(miss(z))), 5), KEY, 0.0)
+    words = r"got shape \(20,\).*each example be a lane.*examples as arguments after"
+    refused_program(words, program(miss), 0.0, lanes=5, data=20)
 
 
 def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
     # Warnings are errors here. A cost of all choices together, of neighbours, and one behind a comparison of their sum.
     weights = jnp.arange(4.0)
-    coins = lambda lanes, logits: dist.Bernoulli(logits=jnp.broadcast_to(logits, (lanes, 4)))
     for cost in (
         lambda z: jnp.tanh(z @ weights),
         lambda z: jnp.sum(z[1:] * z[:-1]),
@@ -330,7 +327,7 @@ def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
         lambda z: jax.lax.scan(lambda c, z: (c * z + 1.0, None), 0.0, z)[0],
         lambda z: jnp.sum(z) * jnp.sum(z),
     ):
-        program = one_choice(ap.disarm(), coins, lambda z, cost=cost: cost(z.astype(jnp.float32)))
+        program = one_choice(ap.disarm(), coins(4), lambda z, cost=cost: cost(z.astype(jnp.float32)))
         jax.eval_shape(ap.expectation(program, 2), KEY, weights)
 
 
@@ -373,11 +370,8 @@ def test_the_alternatives_of_a_normal_distributions_mean_are_finite():
 
 
 def two_coins(estimator):
-    def cost(x):
-        x = x.astype(float)
-        return 1 + (x[0] - 0.3) ** 2 * (1 + x[1])
-
-    return one_choice(estimator, lambda lanes, theta: dist.Bernoulli(logits=jnp.broadcast_to(theta, (lanes, 2))), cost)
+    cost = lambda x: 1 + (x[0] - 0.3) ** 2 * (1 + x[1])
+    return one_choice(estimator, coins(2), lambda x: cost(x.astype(float)))
 
 
 def one_of_three(estimator):
@@ -419,9 +413,8 @@ def test_relax_gives_the_control_what_the_lane_has():
     a, p = jnp.array([3.0, -1.0, 0.5]), jax.nn.sigmoid(0.4)
 
     def run(tape, logit, a, given):
-        coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
         made = ap.relax(lambda z, given: given["a"] * (1 - p) + 0 * z, given)
-        return ap.choose(tape, coins, lambda x, a: (a * x.astype(a.dtype), None), made, a)[0]
+        return ap.choose(tape, coins()(tape.lanes, logit), lambda x, a: (a * x.astype(a.dtype), None), made, a)[0]
 
     gradient = jax.jit(jax.grad(ap.expectation(run, lanes=3), argnums=(1, 2, 3)))
     for key in jax.random.split(KEY, 3):
@@ -447,21 +440,13 @@ def test_probabilities_off_the_simplex_mean_what_is_sampled():
     weights, probs = jnp.array([1.0, 5.0, 2.0]), jnp.array([0.4, 1.2, 0.8])
     cost = lambda x: weights[x] if jnp.issubdtype(x.dtype, jnp.integer) else x @ weights
     estimators = [ap.enumeration(), ap.rao_blackwellized(1), ap.rloo(2), ap.disarm_stick_breaking(), ap.rebar()]
-    estimators += [ap.relax(wave), ap.double_control_variates(), ap.likelihood_ratio(None)]
-
-    def of(estimator):
-        def program(tape, probs):
-            made = dist.Categorical(probs=jnp.broadcast_to(probs, (tape.lanes, 3)))
-            if isinstance(estimator, ap.ChoiceEstimator):
-                return ap.choose(tape, made, lambda x: (cost(x), None), estimator)[0]
-            tape, x = ap.sample(tape, made, estimator)
-            return tape.cost(cost, x)
-
-        return jax.value_and_grad(ap.expectation(program, 20), argnums=1)
-
+    estimators += [ap.relax(wave), ap.double_control_variates()]
+    make = lambda lanes, probs: dist.Categorical(probs=jnp.broadcast_to(probs, (lanes, 3)))
+    programs = [one_choice(estimator, make, cost) for estimator in estimators]
+    programs += [paid(lambda tape, probs: ap.sample(tape, make(tape.lanes, probs), ap.likelihood_ratio(None)), cost)]
     exact = jax.value_and_grad(lambda p: jnp.sum(p * weights) / jnp.sum(p))(probs)
-    estimate = lambda key: {estimator.name: of(estimator)(key, probs) for estimator in estimators}
-    ap.testing.assert_unbiased(estimate, dict.fromkeys((e.name for e in estimators), exact), KEY, 500)
+    estimate = lambda key: [ap.value_and_grad(program, 20)(key, probs) for program in programs]
+    ap.testing.assert_unbiased(estimate, [exact] * len(programs), KEY, 500)
 
 
 def test_an_estimator_of_a_user_claims_second_derivatives_or_refuses_them():

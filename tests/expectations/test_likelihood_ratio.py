@@ -10,11 +10,11 @@ import apgrad as ap
 from apgrad.expectations import _distributions as distributions
 from experiments import second_derivatives
 from tests.cases import cases
+from tests.expectations.instruments import KEY
 from tests.expectations.programs import paid, walk
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
-Affine = dist.transforms.AffineTransform
+Affine, _moved = dist.transforms.AffineTransform, dist.TransformedDistribution
 
 
 PROGRAMS = {f"{f}, {g}": (f, g) for f in second_derivatives.FAMILIES for g in second_derivatives.GRAPHS}
@@ -44,15 +44,11 @@ def _mixture_of_laplaces(loc):
     return dist.MixtureSameFamily(dist.Categorical(logits=jnp.zeros((4, 2))), dist.Laplace(loc[:, None] * jnp.ones(2)))
 
 
-def _moved(base, transform):
-    return dist.TransformedDistribution(base, transform)
-
-
 KINKED = {
     "Laplace": lambda loc: dist.Laplace(loc, 1.0),
     "AsymmetricLaplace": lambda loc: dist.AsymmetricLaplace(loc, 1.0, 1.2),
     "its quantiles": lambda loc: dist.AsymmetricLaplaceQuantile(loc, 1.0, 0.3),
-    "transformed": lambda loc: dist.TransformedDistribution(dist.Laplace(loc), dist.transforms.ExpTransform()),
+    "transformed": lambda loc: _moved(dist.Laplace(loc), dist.transforms.ExpTransform()),
     "mixture": _mixture_of_laplaces,
     "moved": lambda loc: _moved(dist.Laplace(jnp.zeros(4)), Affine(loc, 1.0)),
     "scaled": lambda scale: _moved(dist.AsymmetricLaplace(0.5 * jnp.ones(4)), Affine(0.0, scale)),
@@ -80,21 +76,23 @@ def test_a_second_derivative_where_the_density_has_a_kink_is_refused(make):
 
 
 def taken(draw):
-    """The expected cost of a distribution's samples, or of what `draw(tape, distribution)` makes of them."""
-    return lambda d: ap.expectation(lambda tape: draw(tape, d).cost(jnp.ones(4)), 4)(KEY)
+    """The expectation of a cost after `draw(tape, distribution)`."""
+    return lambda d: ap.expectation(lambda tape: draw(tape, d)[0].cost(jnp.ones(4)), 4)(KEY)
 
 
-def bound(made):
-    return lambda d: jnp.sum(made(KEY, d, lambda z: -(z**2)))
+def sampled(estimator):
+    return taken(lambda tape, d: ap.sample(tape, d, estimator))
 
 
-OWN = ap.Estimator("own", score=lambda d, x: d.log_prob(x))
+bound = lambda made: lambda d: jnp.sum(made(KEY, d, lambda z: -(z**2)))
+
+
 SCORES = {
-    "likelihood_ratio": taken(lambda tape, d: ap.sample(tape, d, ap.likelihood_ratio(None))[0]),
-    "an estimator of one's own": taken(lambda tape, d: ap.sample(tape, d, OWN)[0]),
-    "total_propagation": taken(lambda tape, d: ap.sample(tape, d, ap.total_propagation(None))[0]),
-    "rloo": taken(lambda tape, d: ap.choose(tape, d, lambda z: (z, None), ap.rloo(2))[0]),
-    "a branch": taken(lambda tape, d: tape.parallel(lambda t: ap.sample(t, d, ap.likelihood_ratio(None)))[0]),
+    "likelihood_ratio": sampled(ap.likelihood_ratio(None)),
+    "an estimator of one's own": sampled(ap.Estimator("own", score=lambda d, x: d.log_prob(x))),
+    "total_propagation": sampled(ap.total_propagation(None)),
+    "rloo": taken(lambda tape, d: ap.choose(tape, d, lambda z: (z, None), ap.rloo(2))),
+    "a branch": taken(lambda tape, d: tape.parallel(lambda t: ap.sample(t, d, ap.likelihood_ratio(None)))),
     "sticking_the_landing": bound(ap.variational.sticking_the_landing()),
     "doubly_reparameterized": bound(ap.variational.doubly_reparameterized(2)),
     "vimco": bound(ap.variational.vimco(2)),
@@ -123,11 +121,9 @@ def test_derivatives_of_a_laplace_distribution_that_exist_are_right():
     node = ap.stochastic(ap.likelihood_ratio(), in_axes=(None, None))(lambda loc, scale: dist.Laplace(loc, scale))
     objective = ap.expectation(paid(node, jnp.square), 1000)
 
-    def estimate(key):
-        loc, scale = jax.grad(objective, argnums=(1, 2))(key, 0.7, 0.5)
-        return loc, scale, jax.jacfwd(jax.grad(objective, argnums=(1, 2)), argnums=2)(key, 0.7, 0.5)
-
-    ap.testing.assert_unbiased(estimate, (1.4, 2.0, (0.0, 4.0)), KEY, 300)
+    first = jax.grad(objective, argnums=(1, 2))
+    estimate = lambda key: (first(key, 0.7, 0.5), jax.jacfwd(first, argnums=2)(key, 0.7, 0.5))
+    ap.testing.assert_unbiased(estimate, ((1.4, 2.0), (0.0, 4.0)), KEY, 300)
 
 
 @pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
@@ -145,29 +141,25 @@ def test_clipped_and_rounded_samples_have_a_right_score():
     lanes = lambda x: jnp.broadcast_to(x, (100, *jnp.shape(x)))
     beta = lambda b, a=0.1: dist.Beta(a, lanes(b))
     shares = lambda a: dist.Dirichlet(lanes(jnp.stack([a, 0.01, 0.01])))
-    shifted = lambda b: dist.TransformedDistribution(beta(b, 2.0), Affine(-1.0, 2.0))
+    shifted = lambda b: _moved(beta(b, 2.0), Affine(-1.0, 2.0))
     # In bfloat16 numbers near 3 are 1/64 apart.
     half = lambda mean: dist.Normal(lanes(mean).astype(jnp.bfloat16), jnp.bfloat16(0.01))
     square = lambda x: (x.astype(jnp.float32) - 2) ** 2
 
-    def gradient(make, cost, estimator):
+    def gradient(make, cost=lambda x: x, estimator=ap.likelihood_ratio()):  # noqa: B008 (a tuple)
         return ap.grad(paid(lambda tape, theta: ap.sample(tape, make(theta), estimator), cost), 100, cross_fit=True)
 
-    def of_samples(key, mean):
-        continuation = lambda x: (square(x), None)
-        return ap.grad(lambda tape, mean: ap.choose(tape, half(mean), continuation, ap.rloo())[0], 100)(key, mean)
-
-    one, both = ap.likelihood_ratio(), ap.total_propagation()
-    cases = {
-        "beta": (gradient(beta, lambda x: x, one), 0.1, -2.5),
-        "beta, TP": (gradient(beta, lambda x: x, both), 0.1, -2.5),
-        "within [-1, 1]": (gradient(shifted, lambda x: x, one), 0.1, -4 / 2.1**2),
-        "shares": (gradient(shares, lambda x: x[:, 0], one), 0.01, 200 / 9),
-        "bfloat16": (gradient(half, square, one), 3.0, 2.0),
-        "bfloat16, rloo": (of_samples, 3.0, 2.0),
+    by_choice = lambda tape, mean: ap.choose(tape, half(mean), lambda x: (square(x), None), ap.rloo())[0]
+    found = {  # gradients at a number, and the truth
+        "beta": (gradient(beta), 0.1, -2.5),
+        "beta, TP": (gradient(beta, estimator=ap.total_propagation()), 0.1, -2.5),
+        "within [-1, 1]": (gradient(shifted), 0.1, -4 / 2.1**2),
+        "shares": (gradient(shares, lambda x: x[:, 0]), 0.01, 200 / 9),
+        "bfloat16": (gradient(half, square), 3.0, 2.0),
+        "bfloat16, rloo": (ap.grad(by_choice, 100), 3.0, 2.0),
     }
-    estimate = lambda key: {name: gradient(key, theta) for name, (gradient, theta, _) in cases.items()}
-    ap.testing.assert_unbiased(estimate, {name: truth for name, (*_, truth) in cases.items()}, KEY, 500)
+    estimate = lambda key: {name: gradient(key, theta) for name, (gradient, theta, _) in found.items()}
+    ap.testing.assert_unbiased(estimate, {name: truth for name, (*_, truth) in found.items()}, KEY, 500)
 
 
 TO_INTERVAL = [dist.transforms.SigmoidTransform(), Affine(-1.0, 2.0)]
@@ -175,7 +167,7 @@ COARSE = {
     "scale": (lambda t: dist.Normal(100.0, t), 1e-6),
     "kumaraswamy": (lambda t: dist.Kumaraswamy(0.1, t), 0.1),
     "relaxed": (lambda t: dist.RelaxedBernoulli(0.1, logits=t), 0.0),
-    "within [-1, 1]": (lambda t: dist.TransformedDistribution(dist.Normal(t, 1.0), TO_INTERVAL), 20.0),
+    "within [-1, 1]": (lambda t: _moved(dist.Normal(t, 1.0), TO_INTERVAL), 20.0),
 }
 
 
