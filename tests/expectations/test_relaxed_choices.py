@@ -7,9 +7,9 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.instruments import KEY
 from tests.refusals import refused
 
-KEY = jax.random.key(0)
 # Eight models: three logits, and the cost's slopes and its cubic part; of a Bernoulli choice the first two of each.
 MODELS = np.random.default_rng(1).normal(size=(8, 3, 3)) * np.linspace(0.4, 1.6, 8)[:, None, None]
 BIASED = {
@@ -35,13 +35,11 @@ def three_outcomes(logits):
 
 
 def gradient(make, estimator, power=3, lanes=20):
-    node = ap.stochastic(estimator, in_axes=(None,))(make)
-
     def program(tape, logits, model):
-        tape, x = node(tape, logits)
+        tape, x = ap.stochastic(estimator, in_axes=(None,))(make)(tape, logits)
         return tape.cost(lambda x: cost(model, x, power), x)
 
-    return jax.grad(ap.expectation(program, lanes), argnums=1)
+    return ap.grad(program, lanes)
 
 
 def outcomes(make, logits):
@@ -147,10 +145,3 @@ def test_second_derivatives_are_refused_or_those_of_the_relaxation(name):
         first = jax.jit(gradient(three_outcomes, BIASED[name], 2))
         difference = [(first(KEY, logits + e, model) - first(KEY, logits - e, model)) / 2e-5 for e in 1e-5 * np.eye(3)]
         np.testing.assert_allclose(jax.jit(second)(logits, KEY), np.stack(difference), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", list(BIASED))
-def test_continuous_choices_are_errors(name):
-    program = lambda tape: tape.cost(ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), BIASED[name])[1])
-    refused(TypeError, "got Normal", lambda: ap.expectation(program, 4)(KEY))
