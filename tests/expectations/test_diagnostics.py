@@ -6,10 +6,9 @@ import pytest
 
 import apgrad as ap
 from apgrad.expectations import diagnostics
+from tests.expectations.instruments import KEY
 from tests.expectations.programs import paid, walk
 from tests.refusals import refused
-
-KEY = jax.random.key(0)
 
 
 def of_gradient(gradient):
@@ -22,8 +21,7 @@ def one_node(estimator):
     return paid(lambda tape, theta: draw(tape, 10 * theta), jnp.square)
 
 
-def recommended(**rows):
-    return diagnostics.recommend(diagnostics.Comparison(rows, {}, 100))
+recommended = lambda **rows: diagnostics.recommend(diagnostics.Comparison(rows, {}, 100))
 
 
 def row_of(samples, truth=None, cuts=()):
@@ -139,26 +137,24 @@ def test_few_estimates_of_many_elements_call_no_unbiased_gradient_biased():
     assert row_of(draws() + 0.3, truth).biased
 
 
-def test_an_error_of_a_gradient_names_the_objective():
+def compared_with_a_broken_one(error, **options):
     def broken(key, x):
-        raise RuntimeError("no simulator")
+        raise error
 
-    objectives = {"fine": lambda key, x: x, "broken": broken}
-    error = refused(RuntimeError, "no simulator", diagnostics.compare, objectives, KEY, 1.0)
+    objectives = {"fine": lambda key, x: x * jax.random.normal(key), "broken": broken}
+    return diagnostics.compare(objectives, KEY, 1.0, num_estimates=4, rounds=2, **options)
+
+
+def test_an_error_of_a_gradient_names_the_objective():
+    error = refused(RuntimeError, "no simulator", compared_with_a_broken_one, RuntimeError("no simulator"))
     assert any("objective 'broken'" in note for note in error.__notes__)
 
 
 def test_a_bar_of_progress_says_what_is_compiled_and_run(capsys):
-    def broken(key, x):
-        raise TypeError("no gradient")
-
-    objectives = {"fine": lambda key, x: x * jax.random.normal(key), "broken": broken}
-    compare = lambda **options: diagnostics.compare(objectives, KEY, 1.0, num_estimates=4, rounds=2, **options)
-    assert list(compare().rows) == ["fine"]
+    assert list(compared_with_a_broken_one(TypeError("no gradient")).rows) == ["fine"]
     shown = capsys.readouterr().err
-    for words in ("compiling fine", "compiling broken", "running fine", "6/6"):
-        assert words in shown
-    compare(progress=False)
+    assert all(words in shown for words in ("compiling fine", "compiling broken", "running fine", "6/6"))
+    compared_with_a_broken_one(TypeError("no gradient"), progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -228,8 +224,7 @@ ROW = diagnostics.Row(X, X, X, 0.0, False, 1.0, 0.0, 1.0, 0.1, 0.0, 0.1, False, 
 
 
 def test_recommendations_say_when_nothing_is_better():
-    def of(*others):
-        return recommended(A=ROW, **dict(zip("BCD", others, strict=False)))
+    of = lambda *others: recommended(A=ROW, **dict(zip("BCD", others, strict=False)))
 
     def worse(factor):
         return ROW._replace(variance=factor, squared_error=factor, uncertainty=0.1 * factor, efficiency=1 / factor)
@@ -361,7 +356,7 @@ def test_variances_come_in_the_order_of_the_program_where_nodes_do_not_depend_on
                 return tape.cost(x**2 / 2), None
 
             steps = lambda tape, row: jax.lax.scan(pay, tape, row)
-            tape, _ = jax.lax.scan(steps, tape, jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+            tape, _ = jax.lax.scan(steps, tape, jnp.arange(1.0, 5.0).reshape(2, 2))
             tape = jax.lax.cond(theta > 0, lambda tape: pay(tape, 5.0)[0], lambda tape: tape, tape)
             tape, _ = jax.checkpoint(lambda tape: pay(tape, 6.0))(tape)
             tape, _ = tape.parallel(lambda tape: pay(tape, 7.0), lambda tape: pay(tape, 8.0))
@@ -371,8 +366,7 @@ def test_variances_come_in_the_order_of_the_program_where_nodes_do_not_depend_on
 
     found = diagnostics.node_variances(build, 2000, KEY, 1.0, weights=ap.weights.inverse_variance())
     for variances in (found.rp, found.tp_rp):  # of n x, where x has variance 1
-        deviations = np.sqrt(variances * 2000)
-        np.testing.assert_allclose(deviations, np.arange(1, 10), rtol=0.05)
+        np.testing.assert_allclose(np.sqrt(variances * 2000), np.arange(1, 10), rtol=0.05)
 
 
 def test_a_program_without_nodes_that_are_weighed_as_a_whole_is_refused():
