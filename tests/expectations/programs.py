@@ -15,12 +15,13 @@ WEIGHTS = {
 PUBLISHED = ap.total_propagation(weights=WEIGHTS["inverse variance"])
 
 
-def paid(draw, cost=lambda x: x):
-    """A program that draws, `draw(tape, *args) -> (tape, x)`, and pays a cost of the sample."""
+def paid(draw, cost=lambda x: x, aux=False):
+    """A program that draws, `draw(tape, *args) -> (tape, x)`, and pays a cost of the sample, which may be its aux."""
 
     def program(tape, *args):
         tape, x = draw(tape, *args)
-        return tape.cost(cost(x))
+        tape = tape.cost(cost(x))
+        return (tape, x) if aux else tape
 
     return program
 

@@ -29,13 +29,8 @@ def stepper(estimator):
 
 
 def squared(estimator):
-    """A program of one step, which costs the square of the sample."""
-
-    def program(tape, theta):
-        tape, x = stepper(estimator)(tape, theta, jnp.zeros(4))
-        return tape.cost(x**2), x
-
-    return program
+    """A program of one step, which costs the square of the sample, its aux."""
+    return paid(lambda tape, theta: stepper(estimator)(tape, theta, jnp.zeros(4)), jnp.square, aux=True)
 
 
 @pytest.mark.parametrize("estimator", ["lr", pytest.param("tp", marks=pytest.mark.long)])
@@ -88,11 +83,8 @@ MAPPED = {
 @pytest.mark.parametrize("estimator", ["rp", "tp"])
 @pytest.mark.parametrize("form", MAPPED)
 def test_a_tape_with_a_batch_axis_is_refused(estimator, form):
-    def program(tape, theta):
-        tape = MAPPED[form](stepper(estimator), theta, tape.cost(theta * jnp.ones(4)))
-        return tape.cost(jnp.ones(4))
-
-    gradient = ap.grad(program, 4)
+    run = lambda tape, theta: MAPPED[form](stepper(estimator), theta, tape.cost(theta * jnp.ones(4)))
+    gradient = ap.grad(lambda *args: run(*args).cost(jnp.ones(4)), 4)
     for call, theta in ((gradient, 1.0), (jax.vmap(gradient, (None, 0)), jnp.ones(2))):
         refused(ValueError, "cannot have a batch axis", jax.eval_shape, call, KEY, theta)
 

@@ -229,8 +229,7 @@ CLOSED = dict.fromkeys(("in the branches of a cond", "by a scan that closes over
 
 @pytest.mark.parametrize("name", USED_TWICE)
 def test_a_tape_used_twice_is_refused(name):
-    words = CLOSED.get(name, "already used.*carry or operand, do not close over it")
-    refused_program(words, USED_TWICE[name], ONES)
+    refused_program(CLOSED.get(name, "already used.*carry or operand, do not close over it"), USED_TWICE[name], ONES)
 
 
 @pytest.mark.parametrize("compiled", [jax.jit, jax.checkpoint])
@@ -399,11 +398,8 @@ def test_infinite_costs_have_an_infinite_value_and_no_baseline_of_others():
 
 
 def test_the_value_of_parts_without_a_score_is_their_sum():
-    def program(tape, a):
-        tape, x = ap.sample(tape, dist.Normal(a, 1.0), ap.reparameterization(), parts=True)
-        return tape.cost(x**2), x
-
-    objective = ap.expectation(program, 4, has_aux=True)
+    draw = lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), ap.reparameterization(), parts=True)
+    objective = ap.expectation(paid(draw, jnp.square, aux=True), 4, has_aux=True)
     value, x = jax.jit(objective)(KEY, jnp.zeros((4, 3)))
     np.testing.assert_allclose(value, jnp.mean(jnp.sum(x**2, axis=-1)), rtol=1e-6)
     refused(ValueError, r"\(lanes, parts, ...\), .*got \(4,\)", objective, KEY, jnp.zeros(4))
