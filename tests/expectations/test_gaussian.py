@@ -110,22 +110,19 @@ def resampled(tape, x):
     return tape.cost(jnp.zeros(tape.lanes)), x
 
 
-@pytest.mark.parametrize("lanes, size", [(2000, 3), (4, 4), (3, 10)])
-def test_resampling_keeps_the_moments_also_with_fewer_lanes_than_dimensions(lanes, size):
-    x = jax.random.normal(KEY, (lanes, size)) @ (jnp.eye(size) + 0.3) + 5
+@pytest.mark.parametrize("lanes, size", [(5000, 4), (4, 4), (3, 10)])
+def test_resampling_keeps_the_moments_of_any_scale_also_with_fewer_lanes_than_dimensions(lanes, size):
+    scales = np.resize([1e3, 1e-2, 0.0, 1e-5], size).astype("float32")
+    x = (jax.random.normal(KEY, (lanes, size)) @ (jnp.eye(size) + 0.3) + 5) * scales
     y = jax.jit(jax.vmap(ap.expectation(resampled, lanes, has_aux=True), (0, None)))
     _, parts = y(jax.random.split(KEY, 1 if lanes > 100 else 400), {"a": x[:, :1], "b": x[:, 1:]})
     samples = np.concatenate([parts["a"], parts["b"]], axis=-1).reshape(-1, size)
-    np.testing.assert_allclose(samples.mean(0), x.mean(0), atol=0.25)
-    np.testing.assert_allclose(np.cov(samples.T), np.cov(np.asarray(x).T), atol=0.5)
+    unit = np.where(scales == 0, 1, x.std(0))
+    np.testing.assert_allclose((samples.mean(0) - x.mean(0)) / unit, np.zeros(size), atol=0.1)
+    np.testing.assert_allclose(np.cov((samples / unit).T), np.cov((np.asarray(x) / unit).T), atol=0.1)
 
 
-def test_components_of_any_scale_keep_their_variance():
-    scales = np.array([1e3, 1e-2, 0.0, 1e-5])
-    x = jax.random.normal(KEY, (5000, 4)) * scales
-    _, y = jax.jit(ap.expectation(resampled, 5000, has_aux=True))(KEY, x)
-    np.testing.assert_allclose(y.std(0), x.std(0), rtol=0.05)
-
+def test_shaping_of_components_of_any_scale():
     def shaped(tape, theta):
         d = dist.Normal(theta, jnp.broadcast_to(jnp.array([1e3, 1e-2]), (5000, 2)))
         tape, y = ap.sample(tape, d, ap.likelihood_ratio())
