@@ -23,7 +23,7 @@ logit = lambda theta, t, before: theta[0] + theta[1] * before * (1.0 + 0.5 * t)
 cost_at = lambda t, x, before: (1.5 * x - 0.4) * (1.0 + before) * (1.0 + t)
 
 
-def faded(factor, theta, end=lambda t, xs: False):
+def faded(factor, theta, end=lambda t, xs: False, extra=0.0):
     """The expectation of the sum over t of c_t e_t, where e_t = (1 + factor (e_{t-1} - 1)) exp(l_t - its own value)."""
     total = 0.0
     for xs in itertools.product((0.0, 1.0), repeat=STEPS):
@@ -33,7 +33,7 @@ def faded(factor, theta, end=lambda t, xs: False):
             over = end(t, xs[:t])
             probability = probability * jax.lax.stop_gradient(jnp.exp(density))
             e = (1 + factor * (e - 1)) * (1.0 if over else jnp.exp(density - jax.lax.stop_gradient(density)))
-            value = value + (0.0 if over else cost_at(t, x, before)) * e
+            value = value + (0.0 if over else cost_at(t, x, before) + extra) * e
             before = x
         total = total + probability * value
     return total
@@ -155,14 +155,7 @@ def test_discount_is_refused_in_a_branch_in_which_the_credit_before_the_fork_wou
 
 def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
     # Exact: with the choices of finished episodes left out of the density, and the 5 a step added to the costs.
-    def expected(theta):
-        over = lambda t, xs: any(xs)
-        length, alive, before = 0.0, 1.0, 1.0
-        for t in range(STEPS):
-            length += alive
-            alive, before = alive * jax.nn.sigmoid(-logit(theta, t, before)), 0.0
-        return faded(1.0, theta, over) + 5.0 * length
-
+    expected = lambda theta: faded(1.0, theta, lambda t, xs: any(xs), extra=5.0)
     baselines = {"function": lambda *_: 10.0, "leave one out": "leave_one_out"}
     of = lambda baseline: ap.grad(program(ap.likelihood_ratio(baseline), extra=5.0), 20)
     gradients = {name: of(baseline) for name, baseline in baselines.items()}
