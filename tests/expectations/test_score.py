@@ -80,23 +80,26 @@ def test_every_pair_of_sentences_gives_the_exact_value_gradient_and_hessian(prog
         np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-11)
 
 
-def test_parts_and_pathwise_derivatives_are_weighed_too(x64):
-    # Two data of a lane, each with a coin thrown elsewhere, and a normal sample after it whose derivative is pathwise.
-    p, q, lanes = np.array([0.3, 0.8]), np.array([0.5, 0.6]), 50
+def test_choices_of_parts_that_are_sampled_after_it_are_weighed_too(x64):
+    # Two data of a lane, each with a coin thrown elsewhere, one thrown here whose probability the first one decides,
+    # and a normal sample whose derivative is pathwise.
+    q, lanes = jnp.array([0.5, 0.6]), 100
 
     def program(tape, theta, x):
-        coins = dist.Bernoulli(probs=jnp.broadcast_to(theta[0], (lanes, 2)))
-        b = dist.Bernoulli(probs=jnp.asarray(q)).log_prob(x)
-        tape = ap.score(tape, coins, x, behaviour_log_prob=b, parts=True)
-        normal = dist.Normal(jnp.broadcast_to(theta[1], (lanes, 2)), 0.1)
-        tape, z = ap.sample(tape, normal, ap.reparameterization(), parts=True)
-        return tape.cost((1 + x).astype(z.dtype) * z**2)
+        first, second, mean = (jnp.broadcast_to(t, (lanes, 2)) for t in theta)
+        b = dist.Bernoulli(probs=q).log_prob(x)
+        tape = ap.score(tape, dist.Bernoulli(probs=first), x, behaviour_log_prob=b, parts=True)
+        coins = dist.Bernoulli(probs=jnp.where(x == 1, second, 1 - second))
+        tape, y = ap.sample(tape, coins, ap.likelihood_ratio(), parts=True)
+        tape, z = ap.sample(tape, dist.Normal(mean, 0.1), ap.reparameterization(), parts=True)
+        return tape.cost(jnp.where(x == y, 3.0, 1.0) + (1 + x).astype(z.dtype) * z**2)
 
-    exact = lambda theta: jnp.mean((1.0 + theta[0]) * (theta[1] ** 2 + 0.01))
-    theta = jnp.stack([jnp.asarray(p), jnp.array([1.0, -0.5])])
-    thrown = lambda key: jax.random.bernoulli(jax.random.fold_in(key, 99), jnp.asarray(q), (lanes, 2)).astype(int)
-    estimate = lambda key: ap.grad(program, lanes, data=2)(key, theta, thrown(key))
-    ap.testing.assert_unbiased(estimate, jax.grad(exact)(theta), KEY, 1_000)
+    # x == y has the second probability, whatever x is.
+    exact = jax.value_and_grad(lambda t: jnp.mean(1 + 2 * t[1] + (1 + t[0]) * (t[2] ** 2 + 0.01)))
+    theta = jnp.array([[0.3, 0.8], [0.8, 0.6], [1.0, -0.5]])
+    thrown = lambda key: jax.random.bernoulli(jax.random.fold_in(key, 99), q, (lanes, 2)).astype(int)
+    estimate = lambda key: ap.value_and_grad(program, lanes, data=2)(key, theta, thrown(key))
+    ap.testing.assert_unbiased(estimate, exact(theta), KEY, 1_000)
 
 
 def test_continuous_values_and_transformations():
@@ -143,22 +146,6 @@ def test_logits_in_half_precision_are_scored_in_float32(dtype):
     value, gradient = jax.jit(ap.value_and_grad(program, lanes=4))(KEY, logits)
     np.testing.assert_allclose(value, 1.5, rtol=1e-6)
     assert gradient.dtype == logits.dtype and np.all(np.isfinite(gradient.astype(jnp.float32)))
-
-
-def test_a_program_mixes_scored_and_sampled_choices():
-    # The second coin is thrown here, with a probability that the first one, thrown elsewhere, decides.
-    def program(tape, theta, x):
-        first = dist.Bernoulli(probs=jnp.full(tape.lanes, theta[0]))
-        tape = ap.score(tape, first, x, behaviour_log_prob=jnp.full(tape.lanes, jnp.log(0.5)))
-        second = dist.Bernoulli(probs=jnp.where(x == 1, theta[1], 1 - theta[1]))
-        tape, y = ap.sample(tape, second, ap.likelihood_ratio())
-        return tape.cost(jnp.where(x == y, 3.0, 1.0))
-
-    theta = jnp.array([0.3, 0.8])
-    thrown = lambda key: jax.random.bernoulli(jax.random.fold_in(key, 99), 0.5, (100,)).astype(int)
-    estimate = lambda key: ap.value_and_grad(program, 100)(key, theta, thrown(key))
-    exact = jax.value_and_grad(lambda theta: 1 + 2 * theta[1])  # x == y with this probability, whatever x is
-    ap.testing.assert_unbiased(estimate, exact(theta), KEY, 1_000)
 
 
 COIN = dist.Bernoulli(probs=jnp.full(4, 0.3))
