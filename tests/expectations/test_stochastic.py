@@ -42,13 +42,6 @@ HALF = fixed(0.5, 0.5)
 unit_normal = lambda t: dist.Normal(t, 1.0)
 
 
-def test_a_mixer_of_a_user(x64):
-    halves = ap.Mixer("halves", (ap.reparameterization(), ap.likelihood_ratio(None)), HALF)
-    of = lambda estimator: ap.grad(paid(ap.stochastic(estimator)(unit_normal), jnp.square), lanes=8)(KEY, 0.3)
-    mixed, *alone = jax.jit(lambda: [of(estimator) for estimator in (halves, *halves.estimators)])()
-    np.testing.assert_allclose(mixed, sum(alone) / 2, rtol=1e-12)
-
-
 def test_only_the_derivative_of_a_users_score_counts():
     def found(score, batch, mixed):
         estimator = ap.Estimator("mine", score=score, baseline="leave_one_out")
@@ -66,33 +59,44 @@ def test_only_the_derivative_of_a_users_score_counts():
         np.testing.assert_allclose(each, builtin, rtol=1e-6)
 
 
-BASELINES = {"leave one out": "leave_one_out", "none": None, "function": lambda theta: 3 * theta}
-BASELINES |= {"learned": ap.learned_baseline(lambda theta: 3 * theta)}
+def by_function(slope, kind=lambda function: function):
+    return ap.likelihood_ratio(kind(lambda theta: slope * theta))
 
 
-def with_baselines(*baselines):
-    """Value and gradient of a mixer of likelihood ratios, equally weighed; or of the only one itself."""
-    assert [ap.total_propagation(b).estimators[1].baseline for b in baselines] == [*baselines]
-    parts = tuple(ap.likelihood_ratio(baseline) for baseline in baselines)
+PARTS = {
+    "pathwise": ap.reparameterization(),
+    "leave one out": ap.likelihood_ratio(),
+    "none": ap.likelihood_ratio(None),
+    "function": by_function(3),
+    "learned": by_function(3, ap.learned_baseline),
+    "another learned": by_function(9, ap.learned_baseline),
+}
+
+
+def value_and_gradient(*parts):
+    """Of a mixer of estimators, equally weighed; or of the only one itself."""
     estimator = ap.Mixer("equal", parts, HALF) if len(parts) > 1 else parts[0]
     program = paid(ap.stochastic(estimator)(unit_normal), lambda x: 7.0 + x + x**2)
     return ap.value_and_grad(program, 8)(KEY, 0.5)
 
 
-def test_each_estimator_of_a_mixer_has_its_own_baseline():
+def test_each_estimator_of_a_mixer_has_its_own_derivative_and_baseline():
     # Equally weighed, the mixture is the mean of what the estimators are by themselves; but a learned baseline also has
     # a gradient of its own, which all that share it have once.
-    names = [(name,) for name in BASELINES] + list(itertools.product(BASELINES, repeat=2))
-    each = jax.jit(lambda: [with_baselines(*(BASELINES[name] for name in mixed)) for mixed in names])()
-    found = dict(zip(names, each, strict=True))
-    learning = dict.fromkeys(BASELINES, 0.0)
-    learning["learned"] = found["learned",][1] - found["function",][1]
-    for first, second in names[len(BASELINES) :]:
-        scores = sum(found[name,][1] - learning[name] for name in (first, second)) / 2
-        regressions = sum(learning[name] for name in {first, second})
-        value, gradient = found[first, second]
-        assert value == found[first,][0]
-        np.testing.assert_allclose(gradient, scores + regressions, rtol=1e-5)
+    pairs = [*itertools.combinations(PARTS, 2), ("learned", "learned")]
+    of_all = lambda: (
+        {name: value_and_gradient(part) for name, part in PARTS.items()},
+        [value_and_gradient(PARTS[first], PARTS[second]) for first, second in pairs],
+        {name: value_and_gradient(by_function(slope))[1] for name, slope in (("learned", 3), ("another learned", 9))},
+    )
+    alone, mixed, by_functions = jax.jit(of_all)()
+    learning = {name: alone[name][1] - by_functions.get(name, alone[name][1]) for name in PARTS}
+    for pair, (value, gradient) in zip(pairs, mixed, strict=True):
+        scores = sum(alone[name][1] - learning[name] for name in pair) / 2
+        assert value == alone["none"][0]
+        np.testing.assert_allclose(gradient, scores + sum(learning[name] for name in {*pair}), rtol=1e-5)
+    for baseline in (part.baseline for name, part in PARTS.items() if name != "pathwise"):
+        assert ap.total_propagation(baseline).estimators[1].baseline == baseline
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)

@@ -43,11 +43,9 @@ def test_sample_weighs_each_coordinate_by_itself_and_all_for_what_lanes_share(x6
     # Proppo's formula in numpy, from the numbers that were drawn.
     loc = np.linspace(-1.0, 1.0, 12).reshape(6, 2)
 
-    def program(tape, loc, scale):
-        tape, y = ap.sample(tape, dist.Normal(loc, scale), PUBLISHED)
-        return tape.cost(jnp.sin(y[:, 0]) + y[:, 1] ** 2), y
-
-    gradient = jax.jit(jax.grad(ap.expectation(program, 6, has_aux=True), argnums=(1, 2), has_aux=True))
+    draw = lambda tape, *args: ap.sample(tape, dist.Normal(*args), PUBLISHED)
+    program = paid(draw, lambda y: jnp.sin(y[:, 0]) + y[:, 1] ** 2, aux=True)
+    gradient = jax.jit(ap.grad(program, 6, argnums=(1, 2), has_aux=True))
     (to_loc, to_scale), y = gradient(KEY, jnp.asarray(loc), jnp.array(0.5))
     z, cost = (np.asarray(y) - loc) / 0.5, np.sin(y[:, :1]) + y[:, 1:] ** 2
     centred = cost - (cost.sum() - cost) / 5
@@ -144,15 +142,20 @@ def test_what_it_needs_is_asked_for():
         refused_program(words, paid(node), 1.0, error=TypeError)
 
 
-def test_closures_are_seen_alike_eagerly_and_compiled():
+def test_closures_of_nodes_and_of_estimators_are_seen_alike_eagerly_and_compiled():
     # What is traced abstractly is a tracer there and an array in an eager call.
-    def draw(tape, theta, constant):
-        factor = 2 * constant + jnp.ones(3).sum()
-        node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * factor * x, constant))
-        return node(tape, theta, jnp.ones(tape.lanes))
+    def gradients(theta, c):
+        estimator = ap.total_propagation(lambda distribution: c * jnp.ones(4), weights=fixed(c, 1 - c))
 
-    gradient = ap.grad(paid(draw, jnp.square), 4, argnums=(1, 2), cross_fit=True)
-    np.testing.assert_allclose(gradient(KEY, 0.5, 1.5), jax.jit(gradient)(KEY, 0.5, 1.5), rtol=1e-4)
+        def draw(tape, theta, scale):
+            factor = 2 * scale + jnp.ones(3).sum()
+            node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * factor * x, scale))
+            tape, x = node(tape, theta, jnp.ones(tape.lanes))
+            return ap.sample(tape, dist.Normal(x, 1.0), estimator)
+
+        return ap.grad(paid(draw, jnp.square), 4, argnums=(1, 2), cross_fit=True)(KEY, theta, 1.5)
+
+    np.testing.assert_allclose(gradients(0.5, 0.4), jax.jit(gradients)(0.5, 0.4), rtol=1e-4)
 
 
 def test_while_loops_none_and_complex_parameters_in_a_node():
@@ -162,8 +165,7 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
         return jax.jit(ap.grad(program, 4))(KEY, theta)
 
     loop = lambda theta, x: jax.lax.while_loop(lambda c: c < 5, lambda c: c + theta**2 * x + 1, theta * x)
-    stopped = gradient(lambda theta, x: dist.Normal(theta + jax.lax.stop_gradient(loop(theta, x)), 1.0), 0.5)
-    assert jnp.isfinite(stopped)
+    assert jnp.isfinite(gradient(lambda theta, x: dist.Normal(theta + jax.lax.stop_gradient(loop(theta, x)), 1.0), 0.5))
     looped = lambda theta, x: dist.Normal(loop(theta, x), 1.0)
     refused(TypeError, r"lax.while_loop, which a parameter of the node goes through", gradient, looped, 0.5)
 
@@ -187,19 +189,6 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
     summed, many = lambda theta, x: dist.Normal(jnp.real(theta.sum()) * x, 1.0), jnp.ones(20, jnp.complex64)
     assert jnp.all(jnp.abs(gradient(summed, many)) > 0)
     refused(ValueError, "argnums is empty", ap.grad, lambda tape, theta: tape, 4, ())
-
-
-def test_each_learned_baseline_of_a_mixer_is_its_own():
-    # All the weight on one estimator makes the gradient with its baseline.
-    def gradient(estimator):
-        node = ap.stochastic(estimator, in_axes=(None, None))(lambda t, b: dist.Normal(t + 0 * b, 1.0))
-        return jax.jit(ap.grad(paid(node, jnp.square), lanes=4))(KEY, 0.7, 0.3)
-
-    alone = [ap.likelihood_ratio(ap.learned_baseline(lambda theta, b, by=by: by * b)) for by in (1, 9)]
-    expected = [gradient(estimator) for estimator in alone]
-    assert abs(expected[0] - expected[1]) > 0.01
-    for weights, right in zip(((1, 0), (0, 1)), expected, strict=True):
-        np.testing.assert_allclose(gradient(ap.Mixer("two", tuple(alone), fixed(*weights))), right, rtol=1e-5)
 
 
 def draw(seed, lanes=40, elements=3):
@@ -314,17 +303,20 @@ def test_unbiased_with_few_lanes(estimator):
     assert_gradient(with_code(estimator), THETA, linear_truth(THETA), 10, 20_000, cross_fit=True)
 
 
-def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
+def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share_and_branches_that_are_joined():
+    node = ap.stochastic(ap.total_propagation())(lambda a, x: dist.Normal(a * x, 0.5))
+
     def draw(tape, theta):
         x = jnp.ones(tape.lanes)
         for _ in range(2):
             # The scale has no lanes: its cotangent sums over both folds, which weigh it differently.
             tape, x = ap.sample(tape, dist.Normal(theta["a"] * x, theta["scale"]), ap.total_propagation())
-        return tape, x
+        return tape.parallel(lambda t: node(t, theta["a"], x), lambda t: node(t, theta["a"], x))
 
-    value = lambda theta: theta["a"] ** 4 + (theta["a"] ** 2 + 1) * theta["scale"] ** 2
-    theta = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}
-    assert_gradient(paid(draw, jnp.square), theta, jax.grad(value)(theta), 10, 20_000, cross_fit=True)
+    # E[y z] = a^2 E[x^2]
+    value = lambda theta: theta["a"] ** 2 * (theta["a"] ** 4 + (theta["a"] ** 2 + 1) * theta["scale"] ** 2)
+    theta, product = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}, paid(draw, lambda pair: pair[0] * pair[1])
+    assert_gradient(product, theta, jax.grad(value)(theta), 10, 20_000, cross_fit=True)
 
 
 @pytest.mark.parametrize("folds", [1, 2])
@@ -367,18 +359,6 @@ def test_by_hand(folds, x64):
     np.testing.assert_allclose(to_x, out / lanes, rtol=1e-10)
 
 
-def test_the_estimator_is_linear_in_the_cost_after_the_join():
-    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.5))
-
-    def program(tape, theta):
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
-        tape, (y, z) = tape.parallel(lambda t: node(t, theta, x), lambda t: node(t, theta, x))
-        return tape.cost(y * z)
-
-    # E[y z] = theta^2 E[x^2] = theta^2 (theta^2 + 1/4).
-    assert_gradient(program, 0.8, 4 * 0.8**3 + 0.8 / 2, 10, 20_000, cross_fit=True)
-
-
 def test_where_nothing_is_weighed_nothing_changes(x64):
     # Reparameterization alone has no batch statistics, and keeps its derivatives of any order.
     theta = jax.tree.map(lambda x: x.astype(jnp.float64), THETA)
@@ -392,8 +372,8 @@ def test_where_nothing_is_weighed_nothing_changes(x64):
     jax.tree.map(np.testing.assert_array_equal, each(theta, False), each(theta, True))
 
     flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))
-    objective = ap.expectation(paid(flip, lambda x: x.astype(jnp.float32)), 20, cross_fit=True)
-    assert jnp.isfinite(jax.jit(jax.grad(jax.grad(lambda t: objective(KEY, t))))(0.3))
+    first = ap.grad(paid(flip, lambda x: x.astype(jnp.float32)), 20, cross_fit=True)
+    assert jnp.isfinite(jax.jit(jax.grad(first, argnums=1))(KEY, 0.3))
 
 
 @pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
@@ -426,21 +406,6 @@ def test_transformations_closures_and_modules():
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, *ways(KEY, jnp.float32(0.7)))
-
-
-CLOSING = {
-    "baseline": lambda c: ap.total_propagation(lambda distribution: c * jnp.ones(4)),
-    "weights": lambda c: ap.total_propagation(weights=fixed(c, 1 - c)),
-}
-
-
-@cases("estimator", CLOSING)
-def test_an_estimator_of_sample_closes_over_traced_arrays(estimator):
-    def gradient(theta, c):
-        draw = lambda tape, theta: ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), estimator(c))
-        return ap.grad(paid(draw, jnp.square), 4, cross_fit=True)(KEY, theta)
-
-    np.testing.assert_allclose(jax.jit(gradient)(0.5, 0.4), gradient(0.5, 0.4), rtol=1e-5)
 
 
 def test_weights_that_contribute_apart_reach_closures_and_only_what_is_differentiated():
