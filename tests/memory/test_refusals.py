@@ -1,5 +1,6 @@
 """What cannot be randomized rightly is refused: backward passes that are not linear. Keys of both kinds are taken."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -234,38 +235,33 @@ def test_what_shard_map_maps_can_be_randomized_and_a_linear_rule_within():
     assert_exact(ap.randomize(total, R.rounding(32), min_size=0), total, X)
 
 
-def test_a_sampler_that_is_never_called_is_a_warning():
-    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-    trace = functools.partial(gradient_shape, loss, jnp.ones((6, 4)), jnp.ones((20, 6)))
-    with pytest.warns(UserWarning, match=r"nothing is sampled: .* min_size=512 .* the largest .* has 80"):
-        trace(min_size=512)
-    with pytest.warns(UserWarning, match=r"sampler= has no effect: .* None for every array, .* 'chain.*' with 80 "):
-        trace(sampler=lambda coefficient: R.rounding(4) if "misspelt" in coefficient.name else None, min_size=0)
-    trace(min_size=0)  # no warning, nor where one is chosen
-    trace(sampler=lambda coefficient: R.rounding(4) if "chain" in coefficient.name else None, min_size=0)
-    trace(sampler=None, min_size=512, budget_bytes=10_000)
+layer = lambda w, x: jnp.tanh(x @ w)
+block, policy = jax.checkpoint(layer), jax.checkpoint_policies.everything_saveable
+small = lambda w, x: layer(w, x)[:2] + block(w, x[:2])
+chosen = lambda name: lambda coefficient: FOUR if name in coefficient.name else None
+BOUNDED, NO_BLOCK = {"min_size": 0, "boundaries": FOUR}, "boundaries have no effect: .* jax.checkpoint blocks"
+FOR_NONE = "= has no effect: .* None for every array, .* with 120 "
+EFFECTS = [  # a layer, options, and the words of a warning or None
+    (layer, {"min_size": 512}, "nothing is sampled: .* min_size=512 .* the largest .* has 120"),
+    (layer, {"min_size": 0, "sampler": chosen("misspelt")}, f"sampler{FOR_NONE}"),
+    (layer, {"min_size": 0}, None),
+    (layer, {"min_size": 0, "sampler": chosen("chain")}, None),
+    (layer, {"min_size": 512, "sampler": None, "budget_bytes": 10_000}, None),
+    (layer, BOUNDED, NO_BLOCK),
+    (layer, BOUNDED | {"sampler": None, "budget_bytes": 10_000}, NO_BLOCK),
+    (layer, BOUNDED | {"sampler": None, "min_size": 10_000}, NO_BLOCK),
+    (jax.checkpoint(layer, policy=policy), BOUNDED, NO_BLOCK),
+    (small, BOUNDED | {"min_size": 64}, NO_BLOCK),  # outside the block something is sampled
+    (block, BOUNDED, None),
+    (block, BOUNDED | {"sampler": chosen("misspelt")}, None),
+    (block, BOUNDED | {"boundaries": chosen("misspelt")}, f"boundaries{FOR_NONE}"),
+]
+
+
+def test_samplers_and_boundaries_without_an_effect_are_a_warning():
+    for part, options, words in EFFECTS:
+        with pytest.warns(UserWarning, match=words) if words else contextlib.nullcontext():
+            function = lambda w, x, part=part: jnp.sum(part(w, jnp.sin(x)) ** 2)
+            gradient_shape(function, jnp.ones((6, 4)), jnp.ones((20, 6)), **options)
     powers = lambda w, x: jax.lax.scan(lambda c, _: (jnp.sin(c * w), None), x, length=600)[0]
-    gradient_shape(powers, 1.0, 1.0, sampler=lambda coefficient: R.rounding(4))  # nor of numbers, which are not sampled
-
-
-def test_boundaries_without_a_block_are_a_warning():
-    def trace(block, **options):
-        function = lambda w, x: jnp.sum(block(w, jnp.sin(x)) ** 2)
-        gradient_shape(function, jnp.ones((6, 4)), jnp.ones((20, 6)), **{"boundaries": R.rounding(4)} | options)
-
-    layer = lambda w, x: jnp.tanh(x @ w)
-    policy = jax.checkpoint_policies.everything_saveable
-    small = lambda w, x: layer(w, x)[:2] + jax.checkpoint(layer)(w, x[:2])
-    for block, options in (
-        (layer, {"min_size": 0}),
-        (layer, {"min_size": 0, "sampler": None, "budget_bytes": 10_000}),
-        (layer, {"min_size": 10_000, "sampler": None}),
-        (jax.checkpoint(layer, policy=policy), {"min_size": 0}),
-        (small, {"min_size": 64}),  # outside the block something is sampled
-    ):
-        with pytest.warns(UserWarning, match="boundaries have no effect: .* jax.checkpoint blocks"):
-            trace(block, **options)
-    trace(jax.checkpoint(layer), min_size=0)  # no warning, nor where None is chosen
-    trace(jax.checkpoint(layer), min_size=0, sampler=lambda coefficient: None)
-    with pytest.warns(UserWarning, match=r"boundaries= has no effect: .* None for every array, .* with 120 "):
-        trace(jax.checkpoint(layer), min_size=0, boundaries=lambda coefficient: None)
+    gradient_shape(powers, 1.0, 1.0, sampler=lambda coefficient: FOUR)  # no warning: numbers are not sampled
