@@ -27,6 +27,14 @@ def first_step(rule, network, params, batch):
     return mplp.backward(rule, network, params, mplp.init_state(rule, network, params, batch), batch)
 
 
+def jiggle(tree, scale=0.05):
+    """Leaves gains of zero behind: a point in general position."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rng = np.random.default_rng(7)
+    moved = [np.asarray(x) + scale * rng.standard_normal(x.shape) for x in leaves]
+    return treedef.unflatten([jnp.asarray(new, x.dtype) for new, x in zip(moved, leaves, strict=True)])
+
+
 def close(found, expected, **tolerance):
     """Every array of one pytree is that of the other, to a tolerance of `np.testing.assert_allclose`."""
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, expected)

@@ -12,7 +12,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad import mplp
 from tests.cases import cases
-from tests.mplp.graphs import first_step
+from tests.mplp.graphs import first_step, jiggle
 from tests.refusals import refused
 
 
@@ -23,11 +23,6 @@ def made(batch=6, sizes=(4, 5, 3), **options):
     data = x, jax.nn.one_hot(jnp.arange(batch) % sizes[-1], sizes[-1], dtype=float)
     small = {"message_size": 3, "rank": 2, "hidden": 4, **options}
     return network, params, data, mplp.Normalized(mplp.sites(network, params, data), rngs=nnx.Rngs(0), **small)
-
-
-def moved(rule):
-    """A point in general position."""
-    return jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
 
 
 def alone(loss, x, y, *layers):
@@ -134,7 +129,7 @@ def asked(place, **options):
 
 def test_scales_of_inputs_and_messages_do_not_count(x64):
     rule, site, question = asked("dense_in")
-    rule = moved(rule)
+    rule = jiggle(rule, 0.1)
 
     @jax.jit
     def ask(scale_x, scale_m):
@@ -149,7 +144,7 @@ def test_scales_of_inputs_and_messages_do_not_count(x64):
 def test_corrections_fade_with_the_examples_seen(x64):
     """After t minibatches of B examples 1 / (1 + t B / 1000) of what the message has beside the exact one is left."""
     rule, site, question = asked("dense_out")
-    rule = moved(rule)
+    rule = jiggle(rule, 0.1)
     for local in rule.places.values():
         local.controller.gain[...] *= 0.0  # so that the controllers give the same at every step
     exact = jnp.einsum("bj,ij,k->bik", question.gradient, question.weight, jnp.eye(3)[0])
@@ -199,23 +194,6 @@ def test_steps_get_shorter_until_the_horizon():
     np.testing.assert_allclose(lengths(rule), jnp.full(6, first), rtol=1e-6)
     np.testing.assert_allclose(lengths(rule.for_steps(4)), first * jnp.array([1, 0.75, 0.5, 0.25, 0, 0]), rtol=1e-6)
     np.testing.assert_array_equal(lengths(rule.for_steps(jnp.asarray(4))), lengths(rule.for_steps(4)))
-
-
-def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
-    reach = {"activations": ["tanh"], "minibatches": [1, 9], "depths": [1, 2], "widths": [1, 9], "updates": 100}
-    _, _, _, untrained = made()
-    for steps in (0, 2.5, True, jnp.array(0), jnp.array(2.5), jnp.array(jnp.nan), jnp.array([3, 4])):
-        refused((TypeError, ValueError), "steps", untrained.for_steps, steps)
-    mplp.save_trained(untrained, {"trained": "here"} | reach, tmp_path / "rule")
-    rule, card = mplp.load_trained(tmp_path / "rule")
-    assert reach.items() <= card.items()
-    rule.for_steps(100)
-    with pytest.warns(UserWarning, match="at most 100 updates, got 101") as found:
-        rule.for_steps(101)
-    assert [w.filename for w in found] == [__file__]
-    rule.for_steps(101).for_steps(jnp.asarray(103))  # said already; an array may be of any value
-    wrong = {"trained": "here"} | reach | {"updates": "many"}
-    refused(ValueError, "largest number of updates, got 'many'", mplp.save_trained, untrained, wrong, tmp_path / "rule")
 
 
 def test_steps_stay_finite_where_messages_are_rounding():

@@ -43,13 +43,6 @@ def scaled(rule, factor):
     return jax.tree.map(lambda x: factor * x, rule)
 
 
-def signed(path, about):
-    """A card that someone wrote by hand, with the right digest."""
-    if isinstance(about, dict):
-        about = about | {pretrained.DIGEST: pretrained.digest(about, path.with_suffix(".npz").read_bytes())}
-    path.with_suffix(".json").write_text(json.dumps(about))
-
-
 def not_saved(words, rule, about, folder, error=ValueError):
     refused(error, words, mplp.save_trained, rule, about, folder / "rule")
     assert not list(folder.iterdir())
@@ -132,8 +125,9 @@ def test_a_card_that_makes_no_rule_or_another_one_is_refused(rule, tmp_path):
         not_saved(match, rule, wrong, tmp_path)
     mplp.save_trained(rule, card(), tmp_path / "rule")
     alone = {"rule": OPTIONS}, "makes no rule: KeyError: 'sites'"
-    for wrong, match in (alone, (card(hidden=10**7), "do not belong")):
-        signed(tmp_path / "rule", wrong)
+    for wrong, match in (alone, (card(hidden=10**7), "do not belong")):  # written by hand, with the right digest
+        digest = pretrained.digest(wrong, (tmp_path / "rule.npz").read_bytes())
+        (tmp_path / "rule.json").write_text(json.dumps(wrong | {pretrained.DIGEST: digest}))
         refused(ValueError, rf"rule\.json is not a trained rule.*{match}", mplp.load_trained, tmp_path / "rule")
 
 
@@ -242,6 +236,7 @@ def test_a_rule_says_what_a_node_needs_where_only_its_bias_is_another():
 
 
 REACH = {"activations": ["tanh", "step"], "minibatches": [4, 8], "depths": [1, 2], "widths": [3, 5]}
+TRIED = {"trained": "here"} | REACH
 
 
 def trace(rule, made, params, batch):
@@ -253,7 +248,7 @@ def trace(rule, made, params, batch):
 def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
     """With the network and minibatch outside the card, in words; nothing within."""
     rule = mplp.Separable(sites(), rngs=nnx.Rngs(0), **OPTIONS | {"share": True})  # of which any depth has the kinds
-    mplp.save_trained(rule, {"trained": "here", "updates": 9} | REACH, tmp_path / "rule")  # which it is not told
+    mplp.save_trained(rule, TRIED | {"updates": 9}, tmp_path / "rule")  # which it is not told
     rule, about = mplp.load_trained(tmp_path / "rule")
     assert REACH.items() <= about.items()
     mplp.save_trained(rule, {"trained": "again"}, tmp_path / "again")
@@ -283,17 +278,25 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         refused(ValueError, "has all four", _reach.Reach.of, {"trained": "here"} | wrong)
 
 
-def test_a_rule_that_was_told_its_updates_knows_them_when_it_is_read(tmp_path):
+def test_a_rule_that_is_read_knows_its_updates_and_how_many_it_was_tried_with(tmp_path):
     """So that it does not warn that it was not told; one that was not told still does."""
     made, params, batch = network()
     new = mplp.Normalized(sites(), rngs=nnx.Rngs(0), message_size=1, rank=1, hidden=2)
+    for steps in (0, 2.5, True, jnp.array(0), jnp.array(2.5), jnp.array(jnp.nan), jnp.array([3, 4])):
+        refused((TypeError, ValueError), "steps", new.for_steps, steps)
+    not_saved("largest number of updates, got 'many'", new, TRIED | {"updates": "many"}, tmp_path)
     for rule, told in ((new.for_steps(5), True), (new, False)):
-        mplp.save_trained(rule, {"trained": "here", "updates": 9} | REACH, tmp_path / "rule")
+        mplp.save_trained(rule, TRIED | {"updates": 9}, tmp_path / "rule")
         found, about = mplp.load_trained(tmp_path / "rule")
         assert (found.told, found.horizon[...], about["class"]) == (told, 5 * told, "Normalized")
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(rule))
         with contextlib.nullcontext() if told else pytest.warns(UserWarning, match="for_steps"):
             trace(found, made, params, batch)
+    found.for_steps(9)
+    with pytest.warns(UserWarning, match="at most 9 updates, got 10") as warned:
+        found.for_steps(10)
+    assert [w.filename for w in warned] == [__file__]
+    found.for_steps(10).for_steps(jnp.asarray(12))  # said already; an array may be of any value
 
 
 activated = lambda function: lambda at, a, b: mplp.activation(at["tanh"], jnp.tanh, mplp.wire(function, a, b))

@@ -14,7 +14,7 @@ from apgrad import mplp
 from apgrad.mplp._protocol import Site
 from apgrad.mplp.rules import _per_synapse as per_synapse_rule, _thesis as thesis_rule, _whitening as whitening
 from tests.cases import cases
-from tests.mplp.graphs import GRAPHS, close, first_step, jit, mlp_params
+from tests.mplp.graphs import GRAPHS, close, first_step, jiggle, jit, mlp_params
 from tests.refusals import refused
 
 SMALL = {"message_size": 2, "hidden": 3, "layers": (6, 5)}
@@ -53,18 +53,12 @@ RULES = {
 }
 
 
-def jiggle(tree, scale=0.05, seed=7):
-    """Leaves gains of zero behind: a point in general position."""
-    leaves, treedef = jax.tree.flatten(tree)
-    rng = np.random.default_rng(seed)
-    moved = [np.asarray(x) + scale * rng.standard_normal(x.shape) for x in leaves]
-    return treedef.unflatten([jnp.asarray(new, x.dtype) for new, x in zip(moved, leaves, strict=True)])
-
-
-def task(graph, dtype="float64", steps=5):
-    params, batch = graph.make(dtype)
+def task(name="softmax, cross_entropy", dtype="float64", steps=5):
+    """The network of a graph, its parameters, a batch of it, some batches, and its sites."""
+    network, (params, batch) = GRAPHS[name].network, GRAPHS[name].make(dtype)
     grown = lambda x, i: x * (1 + 0.1 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return params, batch, jax.tree.map(lambda x: jnp.stack([grown(x, i) for i in range(steps)]), batch)
+    batches = jax.tree.map(lambda x: jnp.stack([grown(x, i) for i in range(steps)]), batch)
+    return network, params, batch, batches, mplp.sites(network, params, batch)
 
 
 def check_meta_gradient(meta, *args, has_aux=False):
@@ -108,9 +102,8 @@ class TestMetaGradients:
     @cases("checked", CHECKED, long=CHECKED.keys() - QUICKLY)
     def test_equal_finite_differences(self, checked, x64):
         make, graph, steps = checked
-        network = GRAPHS[graph].network
-        params, batch, batches = task(GRAPHS[graph], steps=steps)
-        rule = jiggle(make(mplp.sites(network, params, batch)))
+        network, params, batch, batches, sites = task(graph, steps=steps)
+        rule = jiggle(make(sites))
         state = jiggle(mplp.init_state(rule, network, params, batch), 0.01)
 
         def meta(rule, params, state):
@@ -178,21 +171,19 @@ class TestStarts:
     @pytest.mark.parametrize("name", DESCENTS)
     @pytest.mark.parametrize("graph", STARTS_ON)
     def test_as_gradient_descent_is_exact(self, name, graph, x64):
-        graph = GRAPHS[graph]
-        params, batch = graph.make("float64")
-        rule = DESCENTS[name](mplp.sites(graph.network, params, batch))
+        network, params, batch, _, sites = task(graph)
+        rule = DESCENTS[name](sites)
 
         @jit
         def both(params):
-            updates, _, _ = first_step(rule, graph.network, params, batch)
-            return updates, jax.tree.map(lambda g: -0.01 * g, jax.grad(graph.plain)(params, batch))
+            updates, _, _ = first_step(rule, network, params, batch)
+            return updates, jax.tree.map(lambda g: -0.01 * g, jax.grad(GRAPHS[graph].plain)(params, batch))
 
         close(*both(params), rtol=1e-11, atol=1e-11)
 
     def test_random_of_the_thesis_is_that_of_its_code(self):
         """Kernels and biases uniform within 1 / sqrt(features), as those of `torch.nn.Linear`."""
-        graph = GRAPHS["softmax, cross_entropy"]
-        sites = mplp.sites(graph.network, *graph.make("float32"))
+        *_, sites = task(dtype="float32")
         rule = mplp.Thesis(sites, message_size=3, hidden=2000, rngs=nnx.Rngs(0))
         for network in rule.networks.values():
             for kernel, bias in zip(network.mlp.kernels, network.mlp.biases, strict=True):
@@ -210,11 +201,10 @@ ORDERED = ("gru", "mlp", "thesis", "separable, neurons", "separable, whitening",
 @pytest.mark.parametrize("make", [RULES[name] for name in ORDERED], ids=ORDERED)
 def test_the_order_of_the_batch_does_not_matter(make, x64):
     """An order of each step's own; only a rule that remembers each example has one that is kept."""
-    graph = GRAPHS["softmax, cross_entropy"]
-    params, batch, batches = task(graph)
-    rule = jiggle(make(mplp.sites(graph.network, params, batch)))
-    state = mplp.init_state(rule, graph.network, params, batch)
-    run = jit(lambda batches: mplp.unroll(rule, graph.network, params, state, batches)[0])
+    network, params, batch, batches, sites = task()
+    rule = jiggle(make(sites))
+    state = mplp.init_state(rule, network, params, batch)
+    run = jit(lambda batches: mplp.unroll(rule, network, params, state, batches)[0])
     seeds = [0] * 5 if make is per_synapse else range(5)
     orders = np.array([np.random.default_rng(seed).permutation(4) for seed in seeds])
     shuffled = jax.tree.map(lambda x: jax.vmap(lambda row, order: row[order])(x, orders), batches)
@@ -223,35 +213,33 @@ def test_the_order_of_the_batch_does_not_matter(make, x64):
 
 def test_a_minibatch_that_is_given_twice_has_the_updates_of_one(x64):
     """An update is a mean over the batch."""
-    graph = GRAPHS["softmax, cross_entropy"]
-    params, batch, _ = task(graph)
-    sites = mplp.sites(graph.network, params, batch)
+    network, params, batch, _, sites = task()
     rules = [jiggle(RULES[name](sites)) for name in ("thesis, from descent", "separable, neurons")]
-    updates = lambda rule, batch: first_step(rule, graph.network, params, batch)[0]
+    updates = lambda rule, batch: first_step(rule, network, params, batch)[0]
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
     one, two = jit(lambda rules: [[updates(rule, b) for rule in rules] for b in (batch, twice)])(rules)
     close(one, two, rtol=1e-8, atol=1e-9)
 
 
 def test_standardizers_are_of_the_first_steps(x64):
-    """On one step by hand, as published with its fault, bounded, and half of it."""
-    graph = GRAPHS["softmax, cross_entropy"]
-    params, batch, batches = task(graph)
+    """On one step by hand, as published with its fault, bounded, and half of it; whatever the places are called."""
+    network, params, _, batches, sites = task()
     params |= {"b0": jnp.zeros(5), "b1": jnp.zeros(2)}
-    new = per_synapse(mplp.sites(graph.network, params, batch))
-    first = jax.tree.map(lambda x: x[:1], batches)
+    new, first = per_synapse(sites), jax.tree.map(lambda x: x[:1], batches)
+    others = [site._replace(name=f"{site.name}, again") for site in sites]
+    others = per_synapse(others, share="all", layers=(3,), cell="mlp")
 
     @jit
     def run(rule):
         def fit(rule, batches, blend, bound):
-            return mplp.fit_standardizers(rule, graph.network, params, batches, blend=blend, max_scale=bound)
+            return mplp.fit_standardizers(rule, network, params, batches, blend=blend, max_scale=bound)
 
         each = jnp.asarray([1.0, 1.0, 0.5]), jnp.asarray([30.0, jnp.inf, 30.0])
         found = jax.vmap(fit, (None, None, 0, 0))(rule, batches, *each)
         bounded, published, half = (jax.tree.map(lambda x, i=i: x[i], found) for i in range(3))
-        return bounded, published, half, fit(rule, first, 1.0, None)
+        return bounded, published, half, fit(rule, first, 1.0, None), fit(others, batches, 1.0, None)
 
-    bounded, published, half, one = run(new)
+    bounded, published, half, one, shared = run(new)
     (x, y), w, got = jax.tree.map(lambda x: x[0], batches), params["w0"], one.standardizers["first/weight"]
     close(list(got.shift[1:]), [-jnp.mean(w), -jnp.mean(x)], rtol=1e-6)
     close(list(got.scale[1:]), [1 / jnp.std(w), 1 / jnp.std(x)], rtol=1e-6)
@@ -264,29 +252,18 @@ def test_standardizers_are_of_the_first_steps(x64):
     means = [each.standardizers["first/weight"].mean[...] for each in (half, bounded)]
     close(means[0], means[1] / 2, rtol=1e-6)
     assert new.standardizers["first/bias"].scale[1] == 1  # the rule that was given is as it was
+    assert all(jnp.any(each.shift[...] != 0) for each in shared.standardizers.values())
 
 
 def test_standardizers_are_refused_where_there_are_none_or_by_a_wrong_number():
-    graph = GRAPHS["squared_error"]
-    params, batch, batches = task(graph, "float32", steps=2)
-    sites = mplp.sites(graph.network, params, batch)
-    fit = lambda rule, **options: mplp.fit_standardizers(rule, graph.network, params, batches, **options)
+    network, params, _, batches, sites = task("squared_error", "float32", steps=2)
+    fit = lambda rule, **options: mplp.fit_standardizers(rule, network, params, batches, **options)
     refused(TypeError, "PerSynapse has standardizers to fit, got Separable", fit, separable(sites))
     rule = per_synapse(sites, layers=(3,), cell="mlp")
     for bad in (-1, 3, float("nan")):
         refused(ValueError, r"blend must be in \[0, 1\], got", fit, rule, blend=bad)
     for bad in (-2, 0, float("nan")):
         refused(ValueError, "max_scale must be above 0, or None", fit, rule, max_scale=bad)
-
-
-def test_standardizers_that_all_places_share_are_fitted_whatever_the_places_are_called():
-    graph = GRAPHS["squared_error"]
-    params, _, batches = task(graph, "float32", steps=2)
-    sites = mplp.sites(graph.network, params, jax.tree.map(lambda x: x[0], batches))
-    others = [site._replace(name=f"{site.name}, again") for site in sites]
-    rule = per_synapse(others, share="all", layers=(3,), cell="mlp")
-    fitted = jit(lambda: mplp.fit_standardizers(rule, graph.network, params, batches))()
-    assert all(jnp.any(each.shift[...] != 0) for each in fitted.standardizers.values())
 
 
 def test_batch_norm_is_safe_at_zero_variance():
@@ -350,15 +327,12 @@ def backward(rule, network):
     return functools.partial(jax.eval_shape, functools.partial(mplp.backward, rule, network))
 
 
-def squared():
-    graph = GRAPHS["squared_error"]
-    params, batch = graph.make("float32")
-    return graph.network, params, batch, mplp.sites(graph.network, params, batch)
+squared = functools.partial(task, "squared_error", "float32")
 
 
 def test_a_rule_or_a_state_of_another_network_is_refused():
     """Naming both sides."""
-    network, params, batch, sites = squared()
+    network, params, batch, _, sites = squared()
     other = GRAPHS["fork (sum), two losses"]
     for rule in (per_synapse(sites), separable(sites)):
         words = r"not made for '1' \(dense.* nearest of its 4 places are .*'first' \(dense"
@@ -382,7 +356,7 @@ EMPTY = dict.fromkeys(("first", "act", "second", "loss"), ())  # a state of the 
 
 
 def test_a_network_that_does_not_fit_is_refused():
-    network, params, batch, _ = squared()
+    network, params, batch, *_ = squared()
     right = mplp.Exact(0.1)
     refused(TypeError, "a network returns its loss", backward(right, lambda at, p, b: None), params, {}, batch)
     for metrics in ({"loss": jnp.zeros(())}, jnp.zeros(())):
@@ -393,7 +367,7 @@ def test_a_network_that_does_not_fit_is_refused():
 
 
 def test_a_rule_of_a_user_that_is_none_is_refused():
-    network, params, batch, _ = squared()
+    network, params, batch, *_ = squared()
     answers = lambda found: lambda site: jax.tree_util.Partial(lambda site, question, state: found)
     small = answers(mplp.Answer(jnp.ones(4), jnp.ones((3, 5)), jnp.ones(5)))
     for at, words in (
@@ -479,49 +453,42 @@ def test_nodes_say_what_they_take():
 
 def test_a_zero_message_changes_nothing():
     """An example of weight zero, in a rule that would answer silence with something."""
-    graph = GRAPHS["squared_error"]
-    params, batch = graph.make("float32")
-    silent = lambda at, p, b: 0.0 * graph.network(at, p, b)
-    rule = per_synapse(mplp.sites(silent, params, batch))
+    network, params, batch, _, sites = squared()
+    silent, rule = lambda at, p, b: 0.0 * network(at, p, b), per_synapse(sites)
     state = jiggle(jit(lambda: mplp.init_state(rule, silent, params, batch))())
     updates, new, _ = jit(lambda state: mplp.backward(rule, silent, params, state, batch))(state)
     assert all(not jnp.any(u) for u in jax.tree.leaves(updates))
     jax.tree.map(np.testing.assert_array_equal, new, state)
 
 
-def assert_chunks_are_the_whole(module, chunks, run, argument, monkeypatch, atol):
-    results = []
-    for chunk in (10**9, *chunks):
-        monkeypatch.setattr(module, "CHUNK", chunk)
-        results.append(jit(lambda argument: run(argument))(argument))
-    for parts in results[1:]:
-        close(parts, results[0], rtol=1e-4, atol=atol)
-    assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
+CHUNKED = {
+    "per synapse": (per_synapse_rule, functools.partial(per_synapse, hidden=1, layers=(3,)), "embedded positions", 24),
+    "per synapse, images": (per_synapse_rule, functools.partial(per_synapse, hidden=1, layers=(3,)), STARTS_ON[1], 4),
+    # Two rows of 4 x 5 synapses (with a bias) with 6 hidden units, and three of 6 x 2.
+    "thesis": (thesis_rule, thesis, "squared_error", 6 * 2 * 4 * 5),
+    "thesis, no batch norm": (thesis_rule, functools.partial(thesis, batch_norm=False), "squared_error", 6 * 2 * 4 * 5),
+}
 
 
-IMAGES = pytest.param("convolution, pooling, positions", (4,), marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize(("graph", "chunks"), [("embedded positions", (1, 24)), IMAGES])
-def test_chunks_are_the_whole(graph, chunks, monkeypatch):
-    """A chunk of one row, and of several."""
-    network, (params, batch) = GRAPHS[graph].network, GRAPHS[graph].make("float32")
-    rule = per_synapse(mplp.sites(network, params, batch), hidden=1, layers=(3,))
+@cases("chunked", CHUNKED, long=["per synapse, images", "thesis, no batch norm"])
+def test_chunks_are_the_whole(chunked, monkeypatch):
+    """Of one row, and of several: updates, states, and the thesis's meta-gradient; batch norm stands over all rows."""
+    module, make, graph, several = chunked
+    network, params, batch, _, sites = task(graph, "float32")
+    rule, found = make(sites), []
     # A recurrent state that is not zero.
     state = jax.tree.map(lambda x: x + 0.3, mplp.init_state(rule, network, params, batch))
-    run = lambda state: mplp.backward(rule, network, params, state, batch)[:2]
-    assert_chunks_are_the_whole(per_synapse_rule, chunks, run, state, monkeypatch, atol=1e-6)
-
-
-@pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=pytest.mark.long), True])
-def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
-    """Updates and the meta-gradient; batch norm stands over all rows, whatever the chunk is."""
-    network, params, batch, sites = squared()
-    rule = thesis(sites, batch_norm=batch_norm)
 
     def outer(rule):
-        updates = first_step(rule, network, params, batch)[0]
-        return sum(jnp.sum(jnp.sin(100 * u)) for u in jax.tree.leaves(updates)), updates
+        updates, after, _ = mplp.backward(rule, network, params, state, batch)
+        return sum(jnp.sum(jnp.sin(100 * u)) for u in jax.tree.leaves(updates)), (updates, after)
 
-    chunks = 1, 6 * 2 * 4 * 5  # one row; two of 4 x 5 synapses (with a bias) with 6 hidden units, and three of 6 x 2
-    assert_chunks_are_the_whole(thesis_rule, chunks, nnx.grad(outer, has_aux=True), rule, monkeypatch, atol=1e-5)
+    measured = nnx.grad(outer, has_aux=True) if module is thesis_rule else outer
+    for chunk in (10**9, 1, several):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        found.append(jit(lambda rule: measured(rule))(rule))
+    (total, of_one_step), *others = found
+    for parts in others:
+        close(parts[0], total, rtol=1e-4, atol=1e-5)
+        close(parts[1], of_one_step, rtol=1e-4, atol=1e-6)
+    assert all(any(jnp.any(x != 0) for x in jax.tree.leaves(tree)) for tree in (total, of_one_step[0]))
