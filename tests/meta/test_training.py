@@ -1,7 +1,6 @@
 """The outer loop: the same bits after a kill and on many devices; a folder holds one run, for one process at a time."""
 
 import contextlib
-import functools
 import gc
 import inspect
 import os
@@ -79,10 +78,23 @@ def test_optimizers_that_need_the_loss_get_it(optimizer):
     assert int(done.skipped) == 0 and float(parabola(done.theta, None, None)[0]) < 0.2
 
 
-@pytest.mark.parametrize("optimizer", [optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.lbfgs()])
-def test_optimizers_that_need_more_are_refused(optimizer):
-    with jax.numpy_dtype_promotion("standard"):
-        refused(TypeError, r"takes something else: .*lookahead", train, PARABOLA, optimizer, jnp.zeros(2), 2)
+KEEPS_KEYS = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # its rngs hold a key, an nnx.Variable
+IS_A_KEY, MORE = r"theta\.rngs\.\S+ is a PRNG key.*no attribute", r"takes something else: .*lookahead"
+LOG = r"log of meta.train is called with \(step, metrics\).*tensorboard\(folder\)"
+COUNTS = {"steps": 4.5}, {"steps": -1}, {"every": 0}, {"every": 2.0}, {"steps": True}
+REFUSED = [
+    *[({"optimizer": o}, TypeError, MORE) for o in (optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.lbfgs())],
+    *[({"outer": o, "theta": KEEPS_KEYS}, TypeError, IS_A_KEY) for o in (PARABOLA, meta.batched(PARABOLA, 2))],
+    ({"log": meta.tensorboard}, TypeError, LOG),
+    *[(wrong, ValueError, "must be an integer of at least") for wrong in COUNTS],
+]
+
+
+@pytest.mark.parametrize("options, error, words", REFUSED)
+def test_what_cannot_be_trained_is_refused(options, error, words):
+    given = {"outer": PARABOLA, "optimizer": optax.sgd(0.1), "theta": jnp.zeros(2), "steps": 2} | options
+    with jax.numpy_dtype_promotion("standard"):  # optax's need it
+        refused(error, words, train, **given)
 
 
 def test_an_optimizer_whose_state_changes_its_form_is_named():
@@ -105,12 +117,6 @@ def test_an_inner_optimizer_gets_the_loss_and_its_function():
         params, state = jax.jit(learner.step)(None, jnp.zeros(2), state, jnp.ones(2))
         params, state = jax.jit(learner.step)(None, params, state, jnp.ones(2))
     assert jnp.allclose(params, 1.0, atol=1e-3)
-
-
-@pytest.mark.parametrize("outer", [PARABOLA, meta.batched(PARABOLA, 2)])
-def test_a_module_that_keeps_its_random_keys_is_refused(outer):
-    rule = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # rule.rngs holds a key, an nnx.Variable
-    refused(TypeError, r"theta\.rngs\.\S+ is a PRNG key.*no attribute", train, outer, optax.sgd(0.1), rule, 2)
 
 
 SHARDED = """
@@ -304,18 +310,6 @@ def test_a_damaged_checkpoint_is_named_or_does_no_harm(run, how):
 def same(a, b):
     bits = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     return all(np.array_equal(bits(x), bits(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-
-
-def test_a_log_is_called_with_step_and_metrics():
-    words = r"log of meta.train is called with \(step, metrics\).*tensorboard\(folder\)"
-    options = {"progress": False, "log": meta.tensorboard}
-    refused(TypeError, words, meta.train, PARABOLA, optax.sgd(0.1), jnp.float32(1.0), jax.random.key(0), 2, **options)
-
-
-def test_steps_are_whole_numbers():
-    train = functools.partial(meta.train, OUTER, optax.sgd(0.1), jnp.ones(3), jax.random.key(0))
-    for option in ({"steps": 4.5}, {"steps": -1}, {"every": 0}, {"every": 2.0}, {"steps": True}):
-        refused(ValueError, "must be an integer of at least", train, **{"steps": 2, **option})
 
 
 @pytest.mark.parametrize("steps, every", [(1, 1), (40, 1), (5, 2)])

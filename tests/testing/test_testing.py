@@ -278,11 +278,6 @@ def test_what_is_no_function_of_its_key_is_named():
 
     same_noise_twice = lambda key, theta: 2 * theta + jax.random.normal(key) * (1 + jax.random.normal(key) ** 2)
 
-    def other_under_vmap(key, theta):
-        noise = jax.custom_batching.custom_vmap(lambda x: x)
-        noise.def_vmap(lambda size, batched, x: (-x, True))
-        return 2 * theta + noise(jax.random.normal(key))
-
     def other_in_a_scan(key, theta):
         inside = any(frame.function == "scanned" for frame in inspect.stack())
         return (2.1 if inside else 2.0) * theta + jax.random.normal(key)
@@ -294,7 +289,6 @@ def test_what_is_no_function_of_its_key_is_named():
     for estimate, words in (
         (counting, "FAIL  keys        two calls with one key differ"),
         (same_noise_twice, "FAIL  keys        a key is used twice"),
-        (other_under_vmap, "FAIL  vmap        other estimates, by"),
         (other_in_a_scan, "FAIL  scan        other estimates, by"),
         (sometimes_nan, r"FAIL  bias        .*: \d of 1000 samples are not finite"),
     ):
