@@ -120,7 +120,7 @@ def test_public_functions_and_methods_document_their_arguments():
             place = (function.__module__.split(".")[1], own)
             found.append((name, place, set(inspect.signature(function).parameters) - {"self", "cls"} - named))
             entries.setdefault(place, set()).update(named)
-    assert len(found) > 200
+    assert len(found) > 200 and "0x" not in str(inspect.signature(ap.total_propagation))
     for name, place, without in found:
         missing = without - (entries[place] if place[1] else set())
         assert not missing, (name, place[1], sorted(missing))

@@ -114,6 +114,17 @@ def test_equal_arrays_of_numbered_scopes_are_one_line():
     assert "of residuals, each: recompute -8192 bytes" in table
 
 
+def test_a_report_names_what_is_kept_and_has_no_ratio_to_nothing():
+    loss = lambda w, x: jnp.sum(jax.named_scope("layer")(jnp.tanh)(x @ w) ** 2)
+    report = ap.memory_report(loss, W, X, variants={"checkpoint": jax.checkpoint(loss)})
+    # Reverse mode keeps the value of tanh, and in newer versions of JAX 1 less its square.
+    kept = "one_minus_square" if "one_minus_square" in str(jax.make_jaxpr(jax.grad(jnp.tanh))(0.5)) else "tanh"
+    assert f"layer/{kept}  float32[64, 32]  test_report.py:" in str(report)
+    assert report.rows["checkpoint"].residual_bytes == 0
+    row = next(line for line in str(report).splitlines() if line.startswith("checkpoint"))
+    assert "-" in row and "e+" not in row and len(row) < 60
+
+
 @pytest.mark.parametrize("residual, temp, told", [(200, 100, True), (100, 200, False), (100, -1, False)])
 def test_where_the_peak_falls_by_less_the_table_says_so(residual, temp, told):
     assert ("ap.memory.plan measures it" in table(residual, temp)) == told

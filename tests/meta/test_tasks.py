@@ -1,5 +1,7 @@
 """Tasks, data, learners and losses against what they are defined as."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,9 @@ def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeyp
     images, labels = np.arange(6 * 32 * 32 * 3, dtype=np.uint8).reshape(6, 32, 32, 3), np.arange(6).reshape(6, 1)
     np.savez(tmp_path / "cifar10.npz", x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
     assert meta.data.load("cifar10", size=8, folder=tmp_path).x_train.shape == (6, 8 * 8 * 3)
+    meta.data._load.cache_clear()  # this test has loaded the digits
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    refused(ImportError, 'the extra "meta"', meta.data.load, "digits")
 
 
 x, y = np.arange(6 * 16, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % 3

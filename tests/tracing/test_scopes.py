@@ -158,3 +158,15 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     assert trace.influence(top=1).components == ("head",) == influence.top(1).components
     for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace, "w")):
         assert figure.get_size_inches()[0] <= 8 and figure.get_size_inches()[1] <= 11
+
+
+def test_a_figure_is_pyplots_where_pyplot_is_loaded(trace):
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot as plt
+
+    plt.close("all")
+    figure = ap.tracing.heat_map(trace.influence())
+    assert plt.gcf() is figure
+    report = ap.memory_report(loss, {"v": jnp.float32(2.0), "w": jnp.float32(0.9)})
+    assert report.plot().figure is plt.gcf() is not figure
+    plt.close("all")
