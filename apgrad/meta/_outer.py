@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad._ground.arguments import number, whole
@@ -191,14 +190,13 @@ def forward_mode(problem: Problem) -> OuterGradient:
 
     def estimate(theta, key, carry):
         trained, fixed = partition(theta)
-        flat, unravel = ravel_pytree(trained)
 
-        def loss(flat):
-            value, _ = objective(problem, merge(unravel(flat), fixed), key)
+        def loss(trained):
+            value, _ = objective(problem, merge(trained, fixed), key)
             return value, value
 
         try:
-            gradient, value = jax.jacfwd(loss, has_aux=True)(flat)
+            gradient, value = jax.jacfwd(loss, has_aux=True)(trained)
         except TypeError as error:
             if "custom_vjp" not in str(error):
                 raise
@@ -207,7 +205,9 @@ def forward_mode(problem: Problem) -> OuterGradient:
                 "reverse mode only, outside of what the unroll itself differentiates. Nodes are such functions. Use "
                 "reverse_mode, truncated or an evolution strategy, or write this function in plain JAX."
             ) from error
-        return value, with_zeros(unravel(gradient), fixed), carry
+        # Which has the dtype of the loss.
+        gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, trained)
+        return value, with_zeros(gradient, fixed), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 

@@ -59,6 +59,15 @@ def test_reverse_and_forward_mode_are_the_derivative(x64):
     np.testing.assert_allclose(found, [exact(THETA)] * 4 + [average], rtol=1e-12)
 
 
+def test_forward_mode_of_a_loss_that_is_wider_than_theta():
+    step = lambda theta, s: (s * theta.astype(jnp.float32), s**2)
+    problem = meta.Problem(lambda theta, key: jnp.ones(()), step, lambda theta, s: s, 3)
+    forward, reverse = (
+        way(problem)(jnp.bfloat16(1.5), jax.random.key(0)) for way in (meta.forward_mode, meta.reverse_mode)
+    )
+    assert forward[1].dtype == jnp.bfloat16 and forward[:2] == reverse[:2]
+
+
 @pytest.mark.quick
 def test_truncation_has_the_bias_of_truncation(x64):
     """Its gradients sum to those of the segments, each from a constant state: not to the gradient of the unroll."""
