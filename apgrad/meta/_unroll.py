@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from apgrad import mplp
 from apgrad._ground.arguments import number, whole
-from apgrad._ground.messages import tuple_of
+from apgrad._ground.messages import describe, tuple_of
 from apgrad.meta._tasks import Learner, Task
 
 __all__ = ["Evaluation", "Inner", "Problem", "WithPrior", "batch_entropy", "entropy_penalty", "evaluate"]
@@ -178,8 +178,8 @@ def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
 
 
 def scalar(what: str, loss: Any) -> Any:
-    if loss is None:
-        raise TypeError(f"{what} is a real scalar, got None: return it")
+    if not jax.tree_util.all_leaves([loss]):  # None, and the state in its place
+        raise TypeError(f"{what} is a real scalar, got {'None: return it' if loss is None else describe(loss)}")
     if jnp.shape(loss) or jnp.iscomplexobj(loss):
         raise TypeError(f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}: take its mean or sum")
     return loss

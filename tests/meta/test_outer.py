@@ -234,6 +234,11 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
         (r"the loss of a step is a real scalar, got float32\(3,\)", LINE, jnp.ones(3)),
         ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), jnp.ones(())),
         ("the final loss is a real scalar, got None", LINE._replace(final=lambda th, s: None), jnp.ones(())),
+        (
+            "the loss of a step is a real scalar, got a tuple of 2",
+            LINE._replace(step=lambda th, s: (s, (s, s))),
+            jnp.ones(()),
+        ),
         (r"step returns the pair \(state, loss\), got an array", LINE._replace(step=lambda th, s: s), jnp.ones(())),
         (r"theta\['n'\] is int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
         (r"theta\['n'\] is int\b", LINE, {"x": 1.0, "n": 1}),
