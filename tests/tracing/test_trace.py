@@ -97,7 +97,6 @@ def test_influence_counts_more_elements_than_float16_has_numbers():
     np.testing.assert_allclose([found.share[:, 0], found.gradient[:, 0]], [[0.6, 0.4]] * 2, rtol=1e-6)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["greedy", "viterbi"])
 def test_influence_on_parameters_of_float64_and_float32(kind, x64):
     def loss(w, v):
@@ -110,6 +109,7 @@ def test_influence_on_parameters_of_float64_and_float32(kind, x64):
     assert found.share.dtype == jnp.float64 and found.share.tolist() == [[0.5, 0]]
 
 
+@pytest.mark.quick
 def test_influence_at_each_depth_is_folded_from_one_computation():
     scope = jax.named_scope
 
