@@ -183,7 +183,7 @@ def test_keyword_arguments_of_a_stochastic_function(estimator):
         refused(TypeError, message, found, wrong)
 
 
-def test_argnums_are_any_integers():
+def test_argnums_are_any_integers_and_name_what_has_a_gradient():
     program = lambda tape, a, b: tape.cost(a * b * jnp.ones(4))
     for one in (np.int64(2), 2):
         assert jax.jit(ap.value_and_grad(program, 4, argnums=one))(KEY, 3.0, 5.0) == (15, 3)
@@ -191,9 +191,18 @@ def test_argnums_are_any_integers():
     refused(TypeError, "argnums must be an integer or a sequence", ap.value_and_grad, program, 4, argnums=1.0)
     refused(ValueError, "names an argument twice", ap.grad, program, 4, argnums=(1, 2, 1))
     refused(ValueError, r"argnums=3, .* the key and 2 argument", ap.grad(program, 4, argnums=3), KEY, 3.0, 5.0)
-    refused(TypeError, r"argument 1\['f'\] is no array but", ap.grad(program, 4), KEY, {"f": jnp.tanh}, 5.0)
-    module = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # with a key and a count
-    refused(TypeError, r"dtype uint32, which has no gradient.*nnx.split", ap.grad(program, 4), KEY, module, 5.0)
+    refused(ValueError, "0 is the key", ap.grad, program, 4, argnums=0)
+    step, module = ap.value_and_grad(program, 4), nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # with a key and a count
+    refused(TypeError, r"argument 1\['f'\] is no array but", step, KEY, {"f": jnp.tanh}, 5.0)
+    refused(TypeError, r"dtype uint32, which has no gradient.*nnx.split", step, KEY, module, 5.0)
+    refused(TypeError, r"argument 1\['n'\] has dtype int32.*no gradient", step, KEY, {"w": 1.0, "n": jnp.int32(2)}, 5.0)
+    for wrong in (3, jnp.arange(3)):
+        found = refused(TypeError, "argument 1 has dtype int32.*as floating point, such as 1.0", step, KEY, wrong, 5.0)
+        assert "nnx" not in str(found)
+    for key in (KEY, jax.random.key_data(KEY)):
+        refused(TypeError, r"argument 1 is a PRNG key.*The key comes first: \(key, \*args\)", step, 1.0, key, 5.0)
+    refused(TypeError, "first argument is one PRNG key.*got float.* The key comes first", step, 1.0, 1.0, 5.0)
+    refused(TypeError, "int", jax.grad(ap.expectation(program, 4), argnums=1), KEY, 3, 5.0)
 
 
 @pytest.mark.parametrize("estimator", ["lr", "tp"])

@@ -411,19 +411,6 @@ def test_one_lane_and_costs_that_are_booleans_or_integers():
     assert jax.jit(ap.expectation(lambda tape: tape.cost(jnp.arange(4) > 0).cost(jnp.arange(4)), 4))(KEY) == 2.25
 
 
-def test_parameters_and_keys_that_have_no_gradient_are_refused():
-    refused(TypeError, "int", jax.grad(ap.expectation(lambda tape, a: tape.cost(a * ONES), 4), argnums=1), KEY, 3)
-    step = ap.value_and_grad(lambda tape, p: tape.cost(p["w"] * p["n"] * ONES), 4)
-    refused(TypeError, r"argument 1\['n'\] has dtype int32.*no gradient", step, KEY, {"w": 1.0, "n": jnp.int32(2)})
-    for wrong in (3, jnp.arange(3)):
-        found = refused(TypeError, "argument 1 has dtype int32.*as floating point, such as 1.0", step, KEY, wrong)
-        assert "nnx" not in str(found)
-    for key in (KEY, jax.random.key_data(KEY)):
-        refused(TypeError, r"argument 1 is a PRNG key.*The key comes first: \(key, \*args\)", step, 1.0, key)
-    refused(TypeError, "first argument is one PRNG key.*got float.* The key comes first", step, 1.0, 1.0)
-    refused(ValueError, "0 is the key", ap.value_and_grad, lambda tape: tape, 4, argnums=0)
-
-
 MAPPED = lambda f: jax.jit(jax.vmap(f, (0, None)))
 TRANSFORMS = {"eager": lambda f: f, "jit": jax.jit, "vmap": MAPPED, "checkpoint": lambda f: jax.jit(jax.checkpoint(f))}
 DERIVATIVES = [lambda f: f, lambda f: jax.grad(f, argnums=1), lambda f: jax.hessian(f, argnums=1)]
