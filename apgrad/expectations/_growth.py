@@ -71,8 +71,9 @@ def perturbation_growth(
                 f"state{jax.tree_util.keystr(path)} has dtype {dtype}. Give the steps their noise and numbers in xs, "
                 "convert half precision by x.astype(jnp.float32), and bind constants"
             )
-    if xs is None and length is None:
-        raise ValueError("perturbation_growth needs the number of steps: give length, or the steps' inputs, xs")
+    if (xs is None and length is None) or not all(map(jnp.ndim, jax.tree.leaves(xs))):
+        wanted = "give length=, or xs, the steps' inputs with the steps as leading axis"
+        raise ValueError(f"perturbation_growth needs the number of steps: {wanted}")
     flat, restore = ravel_pytree(state)
     if not (1 <= num <= flat.size and rounds >= 1):
         raise ValueError(

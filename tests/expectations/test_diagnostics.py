@@ -318,7 +318,8 @@ def test_growth_neither_overflows_nor_needs_full_rank():
     for other in (jax.random.key_data(KEY), jnp.int32(2**24), jnp.zeros(1, jnp.bfloat16), jnp.complex64(1)):
         words = rf"without .*state\['n'\] has dtype {other.dtype}.*in xs"
         refused(ValueError, words, diagnostics.perturbation_growth, lambda x, _: x, {"n": other, "x": W}, length=3)
-    refused(ValueError, "give length", diagnostics.perturbation_growth, lambda x, _: x, W[0])
+    for steps in ((), (100,)):  # a length in the place of xs
+        refused(ValueError, "give length", diagnostics.perturbation_growth, lambda x, _: x, W[0], *steps)
 
 
 def test_variances_of_one_node_have_closed_forms():
