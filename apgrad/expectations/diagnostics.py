@@ -265,7 +265,7 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
 def _doing(bar, what, name):
     bar.set_postfix_str(f"{what} {name}")
     try:
-        with _noted(f"This is of the objective {name!r} of ap.diagnostics.compare."):
+        with _noted(f"This is of the objective {name!r} of ap.diagnostics.compare, called as {name}(key, *args)."):
             yield
     finally:
         bar.update()
@@ -276,6 +276,8 @@ def _compile(objective, argnums, keys, args):
         raise TypeError("it keeps a state from call to call, so that it is no such objective: judge it by training")
     if not callable(objective):
         raise TypeError(f"an objective is a function (key, *args) -> scalar, got {type(objective).__name__}")
+    if getattr(jax.eval_shape(objective, keys[0], *args), "shape", None) != ():
+        raise TypeError("an objective returns a scalar, as that of ap.expectation(program, lanes), and no gradient")
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
     if not jax.tree.leaves(jax.block_until_ready(function(keys, *args))):

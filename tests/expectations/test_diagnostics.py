@@ -183,7 +183,13 @@ def test_what_has_no_gradient_is_refused_with_its_reason():
     refused(ValueError, words, diagnostics.compare, {"RP": objectives["RP"]}, KEY, 0.3)
     refused(ValueError, "no reference to go by", diagnostics.compare, objectives, KEY, 0.3, reference="RP")
     adaptive = ap.adaptive(lambda tape, p: tape, lanes=10)
-    for wrong, words in (adaptive, "keeps a state from call to call.*judge it by training"), (3, "got int"):
+    normal = ap.stochastic(ap.total_propagation())(lambda p: dist.Normal(p, 1.0))
+    pair = ap.value_and_grad(paid(normal, jnp.square), lanes=10)
+    for wrong, words in (
+        (adaptive, "keeps a state from call to call.*judge it by training"),
+        (3, "got int"),
+        (pair, "returns a scalar, as that of ap.expectation"),
+    ):
         refused(ValueError, words, diagnostics.compare, {"A": wrong}, KEY, 0.3)
 
 
