@@ -417,20 +417,17 @@ def test_a_latent_site_of_the_model_in_a_branch_of_numpyro_is_refused():
         return z, None
 
     branch = lambda carry, x: control_flow.cond(x > 0, lambda x: step(carry, x), lambda x: step(carry, x), x)
-    guide = lambda: numpyro.sample("z", dist.Normal(numpyro.param("m", jnp.zeros(3)), 0.5).to_event(0))
-    one = lambda: numpyro.sample("z", dist.Normal(numpyro.param("m", 0.0), 0.5))
+    scanned = lambda step: lambda: control_flow.scan(step, 0.0, jnp.arange(3.0))
+    alone = lambda: branch(0.0, jnp.ones(()))
+    guide = lambda: numpyro.sample("z", dist.Normal(numpyro.param("m", 0.0), 0.5))
 
-    def loss(model, guide, m):
+    def loss(model, m, guide=guide):
         return jax.eval_shape(lambda m: V.elbo(lanes=2).loss(KEY, {"m": m}, model, guide), m)
 
-    loss(lambda: control_flow.scan(step, 0.0, jnp.arange(3.0)), guide, jnp.zeros(3))
-    for model, of, m in (
-        (lambda: branch(0.0, jnp.ones(())), one, 0.0),
-        (lambda: control_flow.scan(branch, 0.0, jnp.arange(3.0)), guide, jnp.zeros(3)),
-    ):
-        refused(ValueError, r"the model latent site \['z'\] .* NumPyro's cond draws", loss, model, of, m)
-    fixed = numpyro.handlers.condition(lambda: branch(0.0, jnp.ones(())), {"z": jnp.ones(())})
-    loss(fixed, lambda: None, 0.0)
+    loss(scanned(step), jnp.zeros(3))
+    for model, m in ((alone, 0.0), (scanned(branch), jnp.zeros(3))):
+        refused(ValueError, r"the model latent site \['z'\] .* NumPyro's cond draws", loss, model, m)
+    loss(numpyro.handlers.condition(alone, {"z": jnp.ones(())}), 0.0, lambda: None)
 
 
 def test_what_does_not_fit_is_an_error():
