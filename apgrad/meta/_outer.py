@@ -32,6 +32,7 @@ class OuterGradient:
 
     Args:
       init: `(theta, key) -> carry`, what goes on from one outer step to the next, such as an unroll that is half done.
+        It is jitted, and sees what it closes over, as the start of a `Problem` may, as it was at the first call.
       estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry.
     """
 
