@@ -82,7 +82,7 @@ BETWEEN = {
     "where": lambda h: jnp.where(spread(h) > 0, spread(h), 0.1 * spread(h) ** 2),
     "division": lambda h: spread(h) / (1 + spread(h) ** 2),
     "power": lambda h: jnp.abs(spread(h)) ** 1.5,
-    "softmax": lambda h: jax.nn.softmax(4 * spread(h)),
+    "max_pool": lambda h: spread(nn.max_pool(h[None, :, :, None], (2, 2), (1, 1), "SAME")[0, :, :, 0]) * spread(h),
     "rev": lambda h: spread(h)[:, ::-1] * spread(h),
     "complex": lambda h: jnp.abs(jnp.fft.fft(spread(h), axis=1)),
     "while": lambda h: spread(h) * lax.fori_loop(0, 3, lambda i, s: s + i, 0).astype(h.dtype),
@@ -90,6 +90,7 @@ BETWEEN = {
     "searchsorted": lambda h: spread(jnp.interp(h, h[0], jnp.sort(h[1]))),  # a scan whose outputs are integers
     "least squares": lambda h: spread(h + jnp.linalg.lstsq(h, h[:, 0])[0]),  # a coefficient that is a number
     "map": lambda h: lax.map(lambda row: jnp.tile(jnp.sin(row) * row, 4), h),
+    "softmax": lambda h: jax.nn.softmax(4 * spread(h)),
 }
 X, W, V = normal(0, 8, 8), normal(1, 8, 8), normal(2, 32, 4)
 GROUPS = [list(BETWEEN)[i::6] for i in range(6)]
