@@ -341,14 +341,19 @@ def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
             run(cost)
 
 
-def test_rebar_takes_a_log_prob_in_the_cost():
+@pytest.mark.parametrize("name", ["rebar", "relax"])
+def test_controls_take_a_log_prob_of_relaxed_outcomes(name):
     """To NumPyro, what is between the outcomes is impossible."""
 
     def cost(x, logit):
         with jax.numpy_dtype_promotion("standard"):  # NumPyro's
             return dist.Bernoulli(logits=logit).log_prob(x), None
 
-    program = lambda tape, logits: ap.choose(tape, dist.Bernoulli(logits=logits), cost, ap.rebar(), logits)[0]
+    def program(tape, logits):
+        control = lambda z, logit: cost(jax.nn.sigmoid(z), logit)[0]
+        estimator = ap.rebar() if name == "rebar" else ap.relax(control, jax.lax.stop_gradient(logits))
+        return ap.choose(tape, dist.Bernoulli(logits=logits), cost, estimator, logits)[0]
+
     exact = lambda logits: jnp.mean(jax.nn.sigmoid(logits) * logits - jax.nn.softplus(logits))
     gradient, logits = ap.grad(program, lanes=4), jnp.linspace(-2.0, 2.0, 4)
     ap.testing.assert_unbiased(lambda key: gradient(key, logits), jax.grad(exact)(logits), KEY, 1000)

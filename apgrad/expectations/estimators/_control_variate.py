@@ -35,6 +35,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro
 from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
@@ -83,7 +84,8 @@ def with_control_variate(
     def surrogate(phi, parameters, cost):
         zero = zero_with_gradient(per_lane(choices._replace(logits=phi).log_prob(x))).astype(cost.dtype)
         weight = jnp.exp(zero)
-        free, given = (control(parameters, z(phi)).astype(cost.dtype) for z in (unconditional, conditional))
+        with numpyro.validation_enabled(False):  # else a log_prob in it is -inf at what is no outcome
+            free, given = (control(parameters, z(phi)).astype(cost.dtype) for z in (unconditional, conditional))
         return cost * weight + zero_with_gradient(free - given * weight)
 
     held = jax.tree.map(lambda p: lax.stop_gradient(p) if isinstance(p, jax.Array) else p, parameters)

@@ -12,7 +12,6 @@ the choice, with wild derivatives. What the continuation depends on besides x ge
 from typing import Any
 
 import jax.numpy as jnp
-import numpyro
 
 from apgrad._ground.arguments import number
 from apgrad.expectations._distributions import float_dtype
@@ -49,9 +48,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
 
         def control(parameters, z):
             hot, scale = parameters
-            x = made.squash(z / jnp.asarray(hot, z.dtype)).astype(float_dtype(distribution, float))
-            with numpyro.validation_enabled(False):  # else a log_prob in the cost is -inf at what is no outcome
-                cost = continued(x)
+            cost = continued(made.squash(z / jnp.asarray(hot, z.dtype)).astype(float_dtype(distribution, float)))
             return jnp.asarray(scale, cost.dtype) * cost
 
         at_outcomes = lambda x: costs(relaxable(distribution, x)[None])[0]
