@@ -326,10 +326,10 @@ def _explicit(mesh: Any) -> str:
     return f"got the axes {mesh.axis_names} of the types {mesh.axis_types}: make the mesh with {auto}"
 
 
-def require_auto(doing: str, divided: Any = None) -> None:
-    """Refuses a mesh of explicit axes; of `divided`, a pytree, only if one of its arrays is divided along them."""
+def require_auto(doing: str, divided: Any = None, rank: int | None = None) -> None:
+    """Refuses a mesh of explicit axes; of `divided`, a pytree, only if arrays' first axes are divided along them."""
     shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(divided) if isinstance(x, jax.Array)]
-    meshes = [s.mesh for s in shardings if any(part is not None for part in s.spec)]
+    meshes = [s.mesh for s in shardings if any(part is not None for part in s.spec[:rank])]
     for mesh in [jax.sharding.get_abstract_mesh()] if divided is None else meshes:
         if explicit := _explicit(mesh):
             instead = "or wrap the function that calls it by jax.sharding.auto_axes"

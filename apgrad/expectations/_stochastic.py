@@ -63,8 +63,9 @@ def stochastic(
             args = _positional(what, function, args, kwargs)
             axes = _resolve_axes(what, in_axes, args)
             names = signature if len(signature) == len(args) else range(len(args))
-            require_lanes(what, tape.lanes, {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0})
-            jaxprs.require_auto(what, args)
+            lane = {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0}
+            require_lanes(what, tape.lanes, lane)
+            jaxprs.require_auto(what, lane, 1)
             tape, key = tape.next_key()
             keys = jax.random.split(key, tape.lanes)
 
@@ -74,6 +75,7 @@ def stochastic(
                 return made
 
             if isinstance(estimator, Mixer):
+                jaxprs.require_auto(what, args)
                 tape, x, charges = draw_by_mixer(tape, estimator, what, name, distribution, axes, args, keys)
             else:
                 draw = functools.partial(surrogate, estimator)

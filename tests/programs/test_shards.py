@@ -101,6 +101,13 @@ def test_arrays_that_are_divided_along_explicit_axes_are_refused_by_name_where_n
             wrapped = jax.jit(jax.sharding.auto_axes(way, axes="d", out_sharding=jax.P()))
             np.testing.assert_allclose(wrapped(w, divided), jax.jit(way)(w, x), rtol=1e-6)
         jax.eval_shape(jax.grad(turned), w, divided)  # a rule without them needs no types
+        for estimator in (ap.reparameterization(), ap.total_propagation()):
+            node = ap.stochastic(estimator)(lambda w, x: dist.Normal(x @ w, 0.1).to_event(1))
+            way = expected(lambda tape, w, x, node=node: cost(*node(tape, w, x)))
+            if isinstance(estimator, ap.Estimator):  # which needs those of the lanes' axis alone
+                jax.eval_shape(way, jax.device_put(w, jax.P(None, "d")), x)
+            else:
+                refused(NotImplementedError, "Explicit", jax.eval_shape, way, jax.device_put(w, jax.P(None, "d")), x)
 
 
 def test_where_shard_map_checks_what_varies_readers_that_cannot_are_refused_and_the_advice_is_right():
