@@ -157,12 +157,16 @@ def test_steps_and_keys_are_fresh():
 
 def test_twice_on_a_path_is_two_draws():
     # The gradient of w has h twice: once as the factor that the message passes, once as the input of the product.
-    def twice(w, x):
+    # Or it multiplies what is drawn in a branch.
+    def twice(w, x, in_branch):
         h = jnp.sin(x @ w)
-        return jnp.sum((h @ w) * h * signs)
+        again = jax.lax.cond(x[0, 0] < 9, lambda: jnp.sin(x @ w), lambda: x @ w) if in_branch else h
+        return jnp.sum((h @ w) * again * signs)
 
     w, x, signs = normal(1, 8, 8), normal(3, 4, 8), jnp.sign(normal(4, 4, 8))
-    assert_randomized(twice, R.rounding(1, group=8), w, x, min_size=8)
+    for in_branch in (False, True):
+        function = functools.partial(twice, in_branch=in_branch)
+        assert_randomized(function, R.rounding(1, group=8), w, x, min_size=8)
 
 
 def test_of_an_array_that_divides_the_inverse_is_remembered():
