@@ -49,7 +49,7 @@ def block(w, x, inside):
     return x + branch
 
 
-def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope():
+def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope_and_another_sum_is_none():
     embed, body = jax.named_scope("embed")(jnp.matmul), jax.named_scope("body")
 
     def loss(params, x, inside, wrap):
@@ -73,15 +73,10 @@ def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope():
         for depth in (1, 2):
             trace.influence(depth=depth)
     assert [w.filename for w in found] == [__file__] * 2  # once for the function, once for the trace
-
-
-def test_branches_biases_and_sums_of_branches_are_no_residual_adds():
-    dense = jax.named_scope("dense")(lambda params, x: x @ params[0] + params[1])
-    two = jax.named_scope("two")(lambda h: jnp.sin(h) + jnp.cos(h))
-    loss = lambda params, x: jnp.sum(block(params[0], two(dense(params, x)), False))
-
-    # Warnings are errors.
-    jax.eval_shape(ap.tracing.influence(loss), [jnp.eye(2), jnp.ones(2)], jnp.ones((1, 2)))
+    # Branches, parameters and sums of branches, made there or elsewhere, are no residual adds: warnings are errors.
+    dense = jax.named_scope("dense")(lambda params, x: x @ params[0] + params[0] + params[1])
+    two = jax.named_scope("two")(lambda h, other: jnp.sin(h) + jnp.cos(h) + other)
+    influence(lambda params, x: jnp.sum(block(params[0], two(dense(params, x), x @ params[1]), False)))
 
 
 def test_the_scopes_of_einsum_are_not_shown():
