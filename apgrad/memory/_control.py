@@ -116,8 +116,8 @@ def packed_block(program: jaxprs.Program, inner: Any, samplers: Sequence[Sampler
                 m if s is None else restored(s, k, m, like)
                 for k, s, m, like in zip(keys, samplers, packed, shapes, strict=True)
             ]
-            own = hashed(key, count)  # what is drawn inside is independent of the inputs' rounding
-            block, some = jaxprs.restrict(lambda *values: inexact(inner(own, *values)), inputs, chosen)
+            # What is drawn inside has keys of other numbers, so it is independent of the inputs' rounding.
+            block, some = jaxprs.restrict(lambda *values: inexact(inner(key, *values)), inputs, chosen)
             return jax.vjp(block, *some)[1](messages)
 
         return send(packed, key, messages)
