@@ -98,7 +98,7 @@ def clip_lanes(
         return tape._follow(), x
     port = Port(f"clip_lanes {[leaf.shape for leaf in floats]}", shape, dtype=factor.dtype)
     if growth_only:
-        require_auto("clip_lanes(growth_only=True)", x)
+        require_auto("clip_lanes(growth_only=True)", x, 1)
     last = channels.request(tape, port, what) if growth_only else None
     x, last = _clip(x, last, counts, living, log_factor, Static(tape._plan.folds))
     return channels.put(tape, port, last, what), x

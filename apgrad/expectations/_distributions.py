@@ -30,6 +30,16 @@ def standard_promotion() -> Iterator[None]:
         yield
 
 
+_unvalidated = jax.make_user_context(False)  # functions jitted or checkpointed within are traced anew
+
+
+@contextlib.contextmanager
+def without_validation() -> Iterator[None]:
+    """NumPyro's densities as their formulas, whatever is outside of the support."""
+    with numpyro.validation_enabled(False), _unvalidated(True):
+        yield
+
+
 def require_distribution(what: str, distribution: Any) -> None:
     name = type(distribution).__name__
     if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
@@ -121,7 +131,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     require_density(what, distribution)
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
-    with standard_promotion(), numpyro.validation_enabled(False):
+    with standard_promotion(), without_validation():
         density = log_prob(once_at_kinks(what, distribution), lax.stop_gradient(x), own=True)
         rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, density.shape, x)
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpyro
 from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative
@@ -97,7 +96,7 @@ def score(
             inside = distributions.sample(distribution, jax.random.key(0)).astype(value.dtype)
             value = jnp.where(over(mask, value.ndim), value, inside)
     distributions.require_density(what, distribution)
-    with distributions.standard_promotion(), numpyro.validation_enabled(False):
+    with distributions.standard_promotion(), distributions.without_validation():
         density = distributions.log_prob(distributions.once_at_kinks(what, distribution), value)
         ratio = lax.stop_gradient(density) - behaviour
         ratio = jnp.where(_impossible(distribution, value, behaviour), jnp.nan, ratio)

@@ -75,7 +75,7 @@ def stochastic(
                 return made
 
             if isinstance(estimator, Mixer):
-                jaxprs.require_auto(what, args)
+                jaxprs.require_auto(what, [x for x, axis in zip(args, axes, strict=True) if axis is None])
                 tape, x, charges = draw_by_mixer(tape, estimator, what, name, distribution, axes, args, keys)
             else:
                 draw = functools.partial(surrogate, estimator)

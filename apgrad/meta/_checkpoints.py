@@ -73,6 +73,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
           step: the number of the checkpoint.
           like: a pytree of the same structure, shapes, dtypes and shardings; shapes may stand for JAX's arrays.
         """
+        self._manager.reload()  # what another process has saved
         if step not in (steps := self._manager.all_steps()):
             raise ValueError(f"{self._folder} has no checkpoint of step {step}; it has those of {sorted(steps)}")
         shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)

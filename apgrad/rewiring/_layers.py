@@ -115,7 +115,7 @@ def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagat
 
     def backward(remembered, message, *result):
         require_unchecked("a function is rewired by a rule of layers", message)
-        require_auto("ap.rewire by a rule of layers", message)
+        require_auto("ap.rewire by a rule of layers", (remembered, message))
         x, w = remembered
         return answer(w, message, to_weight(site, x, message), *result)
 

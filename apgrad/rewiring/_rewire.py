@@ -175,7 +175,6 @@ class Rewired:
             _warn_idle(self.rule, planner)
         else:
             jaxprs.require_unchecked("a function is rewired by a rule with parameters", args)
-            jaxprs.require_auto("ap.rewire by a rule with parameters", args)
             wanted = {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
             _require_params(params, wanted)
         return _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
@@ -347,6 +346,8 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
 
     def backward(memory, message):
         (key, params, memory), (message, result) = memory, message
+        if rule.init is not None:
+            jaxprs.require_auto("ap.rewire by a rule with parameters", (params, memory, message))
         propagator: Any = rule.at(site._replace(key=key), params)
         messages = propagator.backward(memory, message, *([result] if rule.direct else []))
         where = f" of the site {site}"

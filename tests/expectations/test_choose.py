@@ -343,8 +343,9 @@ def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
 
 @pytest.mark.parametrize("name", ["rebar", "relax"])
 def test_controls_take_a_log_prob_of_relaxed_outcomes(name):
-    """To NumPyro, what is between the outcomes is impossible."""
+    """To NumPyro, what is between the outcomes is impossible; JAX remembers so of a jitted function."""
 
+    @jax.jit
     def cost(x, logit):
         with jax.numpy_dtype_promotion("standard"):  # NumPyro's
             return dist.Bernoulli(logits=logit).log_prob(x), None

@@ -236,9 +236,10 @@ def test_checkpoints_of_numpy_arrays_have_all_their_bits(tmp_path):
 
 def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_path):
     tree = {"x": jnp.ones(2), "key": jax.random.key(1), "none": jnp.zeros((0, 3))}
-    with meta.Checkpoints(tmp_path) as checkpoints:
+    with meta.Checkpoints(tmp_path) as reader, meta.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, tree)
-        assert same(checkpoints.restore(3, jax.eval_shape(lambda: tree)), tree)
+        for each in (reader, checkpoints):  # a reader that was there before, too
+            assert same(each.restore(3, jax.eval_shape(lambda: tree)), tree)
         refused(ValueError, r"has no checkpoint of step 2; it has those of \[3\]", checkpoints.restore, 2, tree)
         with pytest.raises(TypeError) as error:
             checkpoints.save(4, {"x": jnp.ones(2), "name": "mine"})

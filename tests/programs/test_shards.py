@@ -100,12 +100,17 @@ def test_arrays_that_are_divided_along_explicit_axes_are_refused_by_name_where_n
             refused(NotImplementedError, r"Explicit.* wrap the function .*auto_axes", jax.eval_shape, way, w, divided)
             wrapped = jax.jit(jax.sharding.auto_axes(way, axes="d", out_sharding=jax.P()))
             np.testing.assert_allclose(wrapped(w, divided), jax.jit(way)(w, x), rtol=1e-6)
-        jax.eval_shape(jax.grad(turned), w, divided)  # a rule without them needs no types
+        jax.eval_shape(jax.grad(turned), w, divided)  # a rule without them needs no types, and no output does
+        np.testing.assert_allclose(jax.jit(aligned)(feedback, w, divided), loss(w, x), rtol=1e-6)
+        turned_lanes = jax.device_put(x, jax.P(None, "d"))
+        along = lambda tape, x: cost(*ap.clip_lanes(tape, x, growth_only=True))
+        np.testing.assert_allclose(expected(along)(turned_lanes), expected(along)(x), rtol=1e-6)
         for estimator in (ap.reparameterization(), ap.total_propagation()):
             node = ap.stochastic(estimator)(lambda w, x: dist.Normal(x @ w, 0.1).to_event(1))
             way = expected(lambda tape, w, x, node=node: cost(*node(tape, w, x)))
             if isinstance(estimator, ap.Estimator):  # which needs those of the lanes' axis alone
-                jax.eval_shape(way, jax.device_put(w, jax.P(None, "d")), x)
+                split = jax.device_put(w, jax.P(None, "d"))
+                np.testing.assert_allclose(jax.jit(way)(split, x), jax.jit(way)(w, x), rtol=1e-5)
             else:
                 refused(NotImplementedError, "Explicit", jax.eval_shape, way, jax.device_put(w, jax.P(None, "d")), x)
 

@@ -35,10 +35,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpyro
 from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
+from apgrad.expectations._distributions import without_validation
 from apgrad.expectations.estimators._choice_estimator import per_lane
 from apgrad.expectations.estimators._discrete import Choices, within_floats
 
@@ -84,7 +84,7 @@ def with_control_variate(
     def surrogate(phi, parameters, cost):
         zero = zero_with_gradient(per_lane(choices._replace(logits=phi).log_prob(x))).astype(cost.dtype)
         weight = jnp.exp(zero)
-        with numpyro.validation_enabled(False):  # else a log_prob in it is -inf at what is no outcome
+        with without_validation():  # else a log_prob in it is -inf at what is no outcome
             free, given = (control(parameters, z(phi)).astype(cost.dtype) for z in (unconditional, conditional))
         return cost * weight + zero_with_gradient(free - given * weight)
 
