@@ -276,8 +276,12 @@ def _compile(objective, argnums, keys, args):
         raise TypeError("it keeps a state from call to call, so that it is no such objective: judge it by training")
     if not callable(objective):
         raise TypeError(f"an objective is a function (key, *args) -> scalar, got {type(objective).__name__}")
-    if getattr(jax.eval_shape(objective, keys[0], *args), "shape", None) != ():
-        raise TypeError("an objective returns a scalar, as that of ap.expectation(program, lanes), and no gradient")
+    value = jax.eval_shape(objective, keys[0], *args)
+    if getattr(value, "shape", None) != ():
+        like = "as that of ap.expectation(program, lanes), and no gradient"
+        raise TypeError(
+            f"an objective returns a scalar, {like}; got the shapes {jax.tree.map(lambda x: x.shape, value)}"
+        )
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
     if not jax.tree.leaves(jax.block_until_ready(function(keys, *args))):

@@ -196,8 +196,10 @@ def forward_mode(problem: Problem) -> OuterGradient:
             value, _ = objective(problem, merge(trained, fixed), key)
             return value, value
 
+        # With nothing to train there is no direction, which jacfwd asks for.
+        derivative = jax.jacfwd(loss, has_aux=True) if jax.tree.leaves(trained) else lambda none: (none, loss(none)[0])
         try:
-            gradient, value = jax.jacfwd(loss, has_aux=True)(trained)
+            gradient, value = derivative(trained)
         except TypeError as error:
             if "custom_vjp" not in str(error):
                 raise

@@ -188,7 +188,7 @@ def test_what_has_no_gradient_is_refused_with_its_reason():
     for wrong, words in (
         (adaptive, "keeps a state from call to call.*judge it by training"),
         (3, "got int"),
-        (pair, "returns a scalar, as that of ap.expectation"),
+        (pair, r"returns a scalar, as that of ap.expectation.*got the shapes \(\(\), \(\)\)"),
     ):
         refused(ValueError, words, diagnostics.compare, {"A": wrong}, KEY, 0.3)
 

@@ -66,6 +66,10 @@ def test_forward_mode_of_a_loss_that_is_wider_than_theta():
         way(problem)(jnp.bfloat16(1.5), jax.random.key(0)) for way in (meta.forward_mode, meta.reverse_mode)
     )
     assert forward[1].dtype == jnp.bfloat16 and forward[:2] == reverse[:2]
+    nothing = problem._replace(step=lambda theta, s: (s / 2, s**2))
+    assert (
+        meta.forward_mode(nothing)({}, jax.random.key(0))[:2] == meta.reverse_mode(nothing)({}, jax.random.key(0))[:2]
+    )
 
 
 @pytest.mark.quick
