@@ -221,6 +221,7 @@ def test_parameters_of_another_model_are_refused():
     kernel = {"kernel": params["0_dense"]["kernel"]}  # without a bias it would be another network
     for wrong in ({}, {"0_dense": kernel}, {"0_dense": params["0_dense"] | {"scale": jnp.ones(2)}}):
         refused(ValueError, r"'0_dense' has the parameters .*bias.*kernel", network.predict, wrong, jnp.ones((4, 3)))
+    refused(TypeError, "are a dictionary of layers.*got list", network.predict, [params], jnp.ones((4, 3)))
 
 
 def test_what_is_no_layer_is_refused():

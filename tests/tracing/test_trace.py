@@ -59,11 +59,11 @@ def mlp():
     return loss, params, ap.trace_gradients(loss)(params)
 
 
-@pytest.mark.parametrize("kind", ["greedy", pytest.param("viterbi", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
 def test_influence_counts_the_paths(mlp, kind):
     _, params, trace = mlp
     found = trace.influence(kind)
-    number = len(trace.parameters) - 1
+    number = 0  # to which many paths lead, so that the heaviest one's weight is not the gradient
     leaf = jax.tree.leaves(params)[number]
     gradient = np.abs(jax.tree.leaves(trace.gradient)[number])
     paths = {index: trace.path(trace.parameters[number], index, kind) for index in np.ndindex(leaf.shape)}
