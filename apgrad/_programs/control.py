@@ -22,7 +22,7 @@ from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
 __all__ = ["Nested", "Parameters", "all_equations", "has_own_rule", "inside_of", "nested", "own_rule_of", "rebuild"]
-__all__ += ["require_auto", "require_known", "require_unchecked", "require_values", "varying"]
+__all__ += ["require_auto", "require_known", "require_unchecked", "require_undivided", "require_values", "varying"]
 
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
@@ -326,14 +326,18 @@ def _explicit(mesh: Any) -> str:
     return f"got the axes {mesh.axis_names} of the types {mesh.axis_types}: make the mesh with {auto}"
 
 
-def require_auto(doing: str, divided: Any = None, rank: int | None = None) -> None:
-    """Refuses a mesh of explicit axes; of `divided`, a pytree, only if arrays' first axes are divided along them."""
-    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(divided) if isinstance(x, jax.Array)]
-    meshes = [s.mesh for s in shardings if any(part is not None for part in s.spec[:rank])]
-    for mesh in [jax.sharding.get_abstract_mesh()] if divided is None else meshes:
-        if explicit := _explicit(mesh):
-            instead = "or wrap the function that calls it by jax.sharding.auto_axes"
-            raise NotImplementedError(f"{doing}: {explicit}; {instead}")
+def require_auto(doing: str, mesh: Any = None) -> None:
+    """Refuses a mesh with explicit axes, by default the one that JAX traces in."""
+    if explicit := _explicit(jax.sharding.get_abstract_mesh() if mesh is None else mesh):
+        raise NotImplementedError(f"{doing}: {explicit}; or wrap the function that calls it by jax.sharding.auto_axes")
+
+
+def require_undivided(doing: str, tree: Any, rank: int | None = None) -> None:
+    """Refuses arrays of which an axis, or one of the first `rank` axes, is divided along an explicit axis of a mesh."""
+    for x in jax.tree.leaves(tree):
+        sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+        if sharding is not None and any(part is not None for part in sharding.spec[:rank]):
+            require_auto(doing, sharding.mesh)
 
 
 def varying(x: Any) -> frozenset[str]:

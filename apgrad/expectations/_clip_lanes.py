@@ -28,7 +28,7 @@ from jax import lax
 from apgrad._ground.arguments import meets
 from apgrad._ground.norms import largest, real_dtype
 from apgrad._ground.propagator import Propagator, Static, first_order, node
-from apgrad._programs.jaxprs import is_inexact, require_auto
+from apgrad._programs.jaxprs import is_inexact, require_undivided
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._lanes import over, require_lanes, require_mask
 from apgrad.expectations._ports import Port
@@ -98,7 +98,7 @@ def clip_lanes(
         return tape._follow(), x
     port = Port(f"clip_lanes {[leaf.shape for leaf in floats]}", shape, dtype=factor.dtype)
     if growth_only:
-        require_auto("clip_lanes(growth_only=True)", x, 1)
+        require_undivided("clip_lanes(growth_only=True)", x, 1)
     last = channels.request(tape, port, what) if growth_only else None
     x, last = _clip(x, last, counts, living, log_factor, Static(tape._plan.folds))
     return channels.put(tape, port, last, what), x

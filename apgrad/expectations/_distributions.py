@@ -35,7 +35,7 @@ _unvalidated = jax.make_user_context(False)  # functions jitted or checkpointed 
 
 @contextlib.contextmanager
 def without_validation() -> Iterator[None]:
-    """NumPyro's densities as their formulas, whatever is outside of the support."""
+    """Within it a `log_prob` of NumPyro's is its formula outside of the support, too, where it would be -inf."""
     with numpyro.validation_enabled(False), _unvalidated(True):
         yield
 

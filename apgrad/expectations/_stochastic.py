@@ -65,7 +65,7 @@ def stochastic(
             names = signature if len(signature) == len(args) else range(len(args))
             lane = {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0}
             require_lanes(what, tape.lanes, lane)
-            jaxprs.require_auto(what, lane, 1)
+            jaxprs.require_undivided(what, lane, 1)
             tape, key = tape.next_key()
             keys = jax.random.split(key, tape.lanes)
 
@@ -75,7 +75,7 @@ def stochastic(
                 return made
 
             if isinstance(estimator, Mixer):
-                jaxprs.require_auto(what, [x for x, axis in zip(args, axes, strict=True) if axis is None])
+                jaxprs.require_undivided(what, [x for x, axis in zip(args, axes, strict=True) if axis is None])
                 tape, x, charges = draw_by_mixer(tape, estimator, what, name, distribution, axes, args, keys)
             else:
                 draw = functools.partial(surrogate, estimator)

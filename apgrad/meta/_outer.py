@@ -208,7 +208,7 @@ def forward_mode(problem: Problem) -> OuterGradient:
                 "reverse mode only, outside of what the unroll itself differentiates. Nodes are such functions. Use "
                 "reverse_mode, truncated or an evolution strategy, or write this function in plain JAX."
             ) from error
-        # Which has the dtype of the loss.
+        # jacfwd gives the gradient the dtype of the loss.
         gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, trained)
         return value, with_zeros(gradient, fixed), carry
 

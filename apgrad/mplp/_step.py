@@ -13,7 +13,7 @@ import optax
 from apgrad._ground.arguments import whole
 from apgrad._ground.port import port
 from apgrad._ground.warning import warn
-from apgrad._programs.jaxprs import require_auto, trace
+from apgrad._programs.jaxprs import require_undivided, trace
 from apgrad.mplp._paths import require_messages
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
@@ -85,7 +85,7 @@ def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch
     if not isinstance(state, dict):
         raise TypeError(f"a rule's state is a dictionary that mplp.init_state makes, got {type(state).__name__}")
     params = jax.tree.map(jnp.asarray, params)
-    require_auto("mplp.backward", (params, batch))
+    require_undivided("mplp.backward", (params, batch))
     known = _require_messages(rule, network, params, batch)
     if unknown := sorted(state.keys() - known.sites.keys()):
         raise ValueError(f"the state has the places {unknown}, the network has only {sorted(known.sites)}")
@@ -231,7 +231,7 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
 
 
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:
-    require_auto("a network of mplp", (params, batch))
+    require_undivided("a network of mplp", (params, batch))
     places = Places(rule)
     jax.eval_shape(lambda p, b: network(places, jax.tree.map(lambda x: Parameter(x, port(x)), p), b), params, batch)
     # A parameter may be shared before the first input says what the batch size is.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, backpropagation, chain
-from apgrad._programs.jaxprs import require_auto, require_unchecked
+from apgrad._programs.jaxprs import require_unchecked, require_undivided
 from apgrad.rewiring._sites import ProgramSite
 
 Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
@@ -115,7 +115,7 @@ def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagat
 
     def backward(remembered, message, *result):
         require_unchecked("a function is rewired by a rule of layers", message)
-        require_auto("ap.rewire by a rule of layers", (remembered, message))
+        require_undivided("ap.rewire by a rule of layers", (remembered, message))
         x, w = remembered
         return answer(w, message, to_weight(site, x, message), *result)
 

@@ -347,7 +347,7 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
     def backward(memory, message):
         (key, params, memory), (message, result) = memory, message
         if rule.init is not None:
-            jaxprs.require_auto("ap.rewire by a rule with parameters", (params, memory, message))
+            jaxprs.require_undivided("ap.rewire by a rule with parameters", (params, memory, message))
         propagator: Any = rule.at(site._replace(key=key), params)
         messages = propagator.backward(memory, message, *([result] if rule.direct else []))
         where = f" of the site {site}"

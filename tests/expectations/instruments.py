@@ -1,4 +1,4 @@
-"""With what tests of programs measure and check."""
+"""What tests of programs share: an estimator that shows the messages of its node, and checks."""
 
 import jax
 import jax.numpy as jnp

@@ -343,7 +343,7 @@ def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
 
 @pytest.mark.parametrize("name", ["rebar", "relax"])
 def test_controls_take_a_log_prob_of_relaxed_outcomes(name):
-    """To NumPyro, what is between the outcomes is impossible; JAX remembers so of a jitted function."""
+    """NumPyro takes what is between the outcomes for impossible, and JAX keeps that in a jitted function's trace."""
 
     @jax.jit
     def cost(x, logit):

@@ -100,7 +100,7 @@ def test_inputs_of_checkpointed_blocks_are_packed():
 
 
 def test_packed_inputs_of_linear_blocks_are_unbiased_and_drawn_apart():
-    """A block's inputs from each other, nested blocks from what is around them, and steps from steps.
+    """A block's inputs are drawn apart from each other, nested blocks from what is around them, and steps from steps.
 
     Messages for the weights are linear in a block's inputs: what is drawn inside the block, it draws anew.
     """

@@ -96,7 +96,7 @@ def test_bytes():
 
 
 def test_rounding_stays_within_a_step():
-    """Also where groups are of sizes that are far apart, which do not disturb each other."""
+    """Groups whose entries are of sizes far apart do not disturb each other."""
     large, middle = jnp.linspace(1e37, 1e38, 16), 1e3 + jax.random.normal(jax.random.key(2), (64,))
     x = jnp.concatenate([jnp.full(16, 1e-30), large, middle, jnp.array([1e-30, -4.0, jnp.pi])])
     for bits, sampler in ((b, R.rounding(b, group=16)) for b in (8, 4, 2)):
