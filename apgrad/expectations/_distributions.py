@@ -70,12 +70,17 @@ def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Arra
     """What `x`, the sample of this key, was before it was rounded to half precision: the score is that of this one.
 
     E[f(round(y)) score(y)] is the derivative of E[f(round(y))]. With score(round(y)) it would be too large by the
-    fraction d^2 / (12 s^2) for a normal of scale s, d being the distance between neighbouring numbers.
+    fraction d^2 / (12 s^2) for a normal of scale s, d being the distance between neighbouring numbers. NaN where `x` is
+    none of this key's samples, as an estimator may draw its own. A relaxed choice counts as not rounded.
     """
     if not _is_half(x):
         return x
     with standard_promotion():
-        return lax.stop_gradient(widened(distribution).sample(key))
+        wide = lax.stop_gradient(widened(distribution).sample(key))
+        if not jnp.issubdtype(wide.dtype, jnp.floating):
+            return x
+        of_key = jnp.abs(wide - x) <= float(jnp.finfo(x.dtype).eps) * jnp.abs(wide)
+        return jnp.where(of_key | (wide.astype(x.dtype) == x), wide, jnp.nan)
 
 
 def require_unrounded(what: str, distribution: Any, x: jax.Array) -> None:

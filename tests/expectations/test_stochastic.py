@@ -158,6 +158,24 @@ def test_arguments_without_the_lanes_and_what_is_no_distribution_of_the_lanes_ar
     refused_draw("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, error=TypeError)
 
 
+def test_a_score_in_half_precision_is_that_of_the_sample_that_goes_on():
+    # An estimator may draw by itself. What it has rounded is not known, and nothing is where it draws a choice.
+    def gradient(make, *others):
+        own = lambda d, key: d.sample(jax.random.fold_in(key, 1)).astype(jnp.bfloat16)
+        estimator = ap.Estimator("mine", lambda *given: jax.lax.stop_gradient(own(*given)), lambda d, x: d.log_prob(x))
+        estimator = ap.Mixer("mine", (estimator, *others), HALF) if others else estimator
+        half = lambda tape, t: make(jnp.broadcast_to(t, tape.lanes).astype(jnp.bfloat16))
+        draw = lambda tape, t: ap.sample(tape, half(tape, t), estimator)
+        return jax.jit(ap.grad(paid(draw, lambda x: x.astype(jnp.float32)), 10_000))
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = gradient(dist.Bernoulli)(KEY, 0.5)
+        for others in ((), (ap.likelihood_ratio(),)):
+            normal = gradient(lambda t: dist.Normal(t, jnp.bfloat16(1.0)), *others)
+            refused(Exception, "a sample was rounded", normal, KEY, 0.5)
+    np.testing.assert_allclose(found, 1.0, atol=0.1)
+
+
 def test_what_an_estimator_of_a_user_returns_is_looked_at():
     sample, density = lambda d, key: d.sample(key), lambda d, x: d.log_prob(x)
     got_array = lambda words: rf"got an array of {words}"

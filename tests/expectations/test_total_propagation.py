@@ -522,6 +522,9 @@ def test_computed_weights_that_do_not_sum_to_one_are_nan():
     np.testing.assert_array_equal(weights, [[0.75, 0.25], [np.nan, np.nan]])
 
 
+LOCATIONS = jnp.array([-1.0, 0.0, 1.0, 4.0])
+
+
 def shifted(base, loc):
     """The transform's parameter is no axis of lanes, though it may be as long."""
     return dist.TransformedDistribution(base, dist.transforms.AffineTransform(loc, 1.0))
@@ -538,6 +541,22 @@ def test_a_shared_parameter_that_is_as_long_as_the_lanes():
     assert_gradient(program, loc, np.exp(-1 / 8) * np.cos(np.arange(4) / 3), 4, 20_000, cross_fit=True)
     unsure = lambda tape, loc: ap.sample(tape, shifted(dist.Normal().expand((4, 4)), loc), ap.total_propagation())
     refused(ValueError, "for sure", jax.eval_shape, ap.grad(paid(unsure), lanes=4), KEY, loc)
+
+
+def test_what_lanes_share_of_a_mixture_may_be_as_long_as_the_lanes():
+    # Four lanes and four components, of which the lanes share the weights or the locations. Each sine's mean is
+    # exp(-1/8) times that of sin(loc).
+    def draw(tape, logits, loc):
+        of_lanes = lambda x: jnp.tile(x, (tape.lanes, 1))
+        mixture = lambda logits, loc: dist.MixtureSameFamily(dist.Categorical(logits=logits), dist.Normal(loc, 0.5))
+        tape, x = ap.sample(tape, mixture(logits, of_lanes(LOCATIONS)), ap.total_propagation())
+        tape, y = ap.sample(tape, mixture(of_lanes(jnp.zeros(4)), loc), ap.total_propagation())
+        return tape, jnp.sin(x) + jnp.sin(y)
+
+    sine, cosine = (np.exp(-1 / 8) * f(np.asarray(LOCATIONS)) for f in (np.sin, np.cos))
+    truth = (sine - np.mean(sine)) / 4, cosine / 4
+    theta = jnp.zeros(4), LOCATIONS
+    assert_gradient(lambda tape, theta: paid(draw)(tape, *theta), theta, truth, 4, 2000, cross_fit=True)
 
 
 @pytest.mark.parametrize("cross_fit", [True, False])

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax.core import Tracer
 from numpyro.distributions import transforms
 
@@ -192,22 +193,31 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
     """For each array of a distribution's parameters, whether it is floating-point and surely has the lanes first.
 
     An array that lanes share may have a first axis of that length by chance, and would be biased in folds; one that
-    counts as shared is mixed rightly in any case. NumPyro's have all axes of the batch; transforms may hold anything.
+    counts as shared is mixed rightly in any case. NumPyro's have all axes of the batch, of each distribution its own:
+    those in a mixture may lack the lanes, or have the axis of components first. Transforms may hold anything.
     """
+    wrappers = transforms.ComposeTransform | transforms.IndependentTransform
+    one_transform = lambda x: isinstance(x, transforms.Transform) and not isinstance(x, wrappers)
 
-    def one_transform(x):
-        wrappers = transforms.ComposeTransform | transforms.IndependentTransform
-        return isinstance(x, transforms.Transform) and not isinstance(x, wrappers)
+    def led_in(part, batch):
+        """The flags of a part's arrays, where the lanes are the first of the axes of its batch, of this number."""
+        inside = lambda x: x is not part and (one_transform(x) or isinstance(x, dist.Distribution))
+        found = []
+        for x in jax.tree.leaves(part, is_leaf=inside):
+            if isinstance(x, dist.Distribution):
+                axes = batch + (isinstance(part, dist.MixtureSameFamily) and x is part.component_distribution)
+                led = x.batch_shape[:1] == (lanes,) and len(x.batch_shape) >= axes
+                found += led_in(x, axes) if led else [False] * len(jax.tree.leaves(x))
+                continue
+            for array in jax.tree.leaves(x):
+                axes = jnp.shape(array)
+                led = axes[:1] == (lanes,) and is_inexact(array)
+                if one_transform(x):
+                    led = led and isinstance(x, transforms.AffineTransform) and len(axes) == len(shape)
+                found.append(led and (lanes not in shape[1:] or len(axes) >= len(shape)))
+        return found
 
-    found = []
-    for part in jax.tree.leaves(distribution, is_leaf=one_transform):
-        for x in jax.tree.leaves(part):
-            axes = jnp.shape(x)
-            led = axes[:1] == (lanes,) and is_inexact(x)
-            if one_transform(part):
-                led = led and isinstance(part, transforms.AffineTransform) and len(axes) == len(shape)
-            found.append(led and (lanes not in shape[1:] or len(axes) >= len(shape)))
-    return tuple(found)
+    return tuple(led_in(distribution, len(getattr(distribution, "batch_shape", shape[:1]))))
 
 
 def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None = None) -> jax.Array:
