@@ -40,9 +40,10 @@ def _through(eqn, facts):
         numbers = LINEAR_IN.get(name, range(first, len(facts)))
         values = [facts[i] for i in numbers]
         others = [fact for i, fact in enumerate(facts) if i not in numbers]
-        inexact = all(inexact_outputs(eqn))
+        # A gather that fills places out of bounds with a number adds it.
+        linear = all(inexact_outputs(eqn)) and not eqn.params.get("fill_value")
         if LINEAR in facts:
-            made = OTHER if LINEAR in others or CONSTANT in values or not inexact else LINEAR
+            made = OTHER if LINEAR in others or CONSTANT in values or not linear else LINEAR
         else:
             made = max(values)
     else:

@@ -33,7 +33,11 @@ def trace(
         return program, shape
     through = lambda eqn, facts: None if jaxprs.nested(eqn) is not None else [None] * len(eqn.outvars)
     same = lambda a, b: a if a == b else None
-    sources = flow(program, range(len(jaxpr.invars)), through, same, lambda value: None)[count:]
+    # A step of a scan has an entry of an array, which is not the array; its entries stacked again are.
+    entry = lambda fact: None if fact is None else (fact,)
+    stack = lambda fact: fact[0] if isinstance(fact, tuple) else None
+    inputs = range(len(jaxpr.invars))
+    sources = flow(program, inputs, through, same, lambda value: None, entry=entry, stack=stack)[count:]
     if any(a is None or a != b for a, b in zip(sources[::2], sources[1::2], strict=True)):
         raise ValueError(who + _CHANGES)
     return jaxprs.Program(jaxpr.replace(outvars=jaxpr.outvars[:count]), program.consts), shape

@@ -18,7 +18,6 @@ from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratif
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, kept_bytes
 
 Found = list[tuple[Coefficient, SlotForm]]
-KEY_BYTES = 8
 LADDER: tuple[Sampler, ...] = (*(rounding(b) for b in (8, 4, 2, 1)), *(stratified(1 / n) for n in (16, 32, 64)))
 
 

@@ -19,7 +19,7 @@ from apgrad._ground.keys import hashed, require_key, spent
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import Program
-from apgrad.memory._budget import KEY_BYTES, allocate
+from apgrad.memory._budget import allocate
 from apgrad.memory._control import packed_block, randomized_cond
 from apgrad.memory._memory_plan import MemoryPlan, make_plan
 from apgrad.memory._passes import Function, inexact, remember, remembering, send
@@ -155,6 +155,8 @@ def walked(function: Function, walk: Callable[..., Function]) -> Function:
         leaves, put = jaxprs.arrays_of((args, kwargs), (jax.Array,))
 
         program, shape = pure.trace("ap.randomize", lambda given: function(*given[0], **given[1]), put, leaves)
+        if not any(map(jaxprs.is_inexact, jax.tree.leaves(shape))):
+            return function(*args, **kwargs)  # to what no message comes
         outputs = walk(jaxprs.pruned(program), [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
@@ -182,7 +184,7 @@ def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...
     return list(jax.eval_shape(lambda *arrays: arrays, *leaves)), inexact, put
 
 
-Recorded = list[tuple[str, MemoryPlan]]
+Recorded = dict[str, MemoryPlan]
 
 
 def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int = 512) -> Recorded:
@@ -196,12 +198,14 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
 def _recorded(min_size: int, *stretch: Any) -> Recorded:
     walk = StretchWalk(_chooser(rounding(32), None, min_size, {}))  # which marks what could be sampled
     made = walk.make(*stretch)
-    return [*((index[3], plan) for index, (_, plan) in walk.plans.items()), (stretch[3], made)]
+    # Of a loop that JAX has traced anew for each carry that came to be differentiated, the last trace is the loop.
+    inside = sorted(walk.plans.items(), key=lambda item: len(item[0][2]))
+    return {**{where: plan for (_, _, _, where), (_, plan) in inside}, stretch[3]: made}
 
 
 def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
     found: dict[str, tuple[Coefficient, SlotForm]] = {}
-    for where, plan in plans:
+    for where, plan in plans.items():
         for i, slot in enumerate(plan.slots):
             if slot.how not in ("live", "nested"):
                 name = slot.coefficient.name or f"{where}/kept[{i}]"
@@ -216,7 +220,7 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
     while True:
         choose, estimate, smallest = allocate(found, target)
         made = StretchWalk(choose, at_boundary).make(*stretch)
-        used = KEY_BYTES + sum(slot.nbytes for slot in made.slots)
+        used = array_bytes(stretch[-1]) + sum(slot.nbytes for slot in made.slots)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
             best, higher = made, budget + estimate - used

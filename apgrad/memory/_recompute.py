@@ -16,7 +16,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from apgrad._programs import jaxprs
@@ -60,10 +60,10 @@ def work(eqn: Any) -> float:
     return float(_ELEMENT * size)
 
 
-def choices(plans: Sequence[tuple[str, MemoryPlan]]) -> list[Kept]:
+def choices(plans: Mapping[str, MemoryPlan]) -> list[Kept]:
     """What can stay in all stretches of a function together; the first choice remembers every coefficient."""
     found = [Kept(0.0, 0.0, 0.0, {})]
-    for where, plan in dict(plans).items():
+    for where, plan in plans.items():
         if plan.slots and plan.slots[0].coefficient.count:
             mine = _Stretch(where, plan).choices()
             found = _undominated([a.beside(b) for a, b in itertools.product(found, mine)])

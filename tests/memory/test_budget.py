@@ -69,6 +69,14 @@ def test_a_budget_of_a_bit_an_entry_is_kept():
     assert remembered(loss, *args, budget_bytes=budget) <= budget
 
 
+def test_a_budget_counts_the_words_of_a_key():
+    args = jnp.eye(32), jnp.ones((64, 32))
+    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+    budget, key = remembered(loss, *args, sampler=R.rounding(8)), jax.random.key(0, impl="rbg")
+    assert remembered(loss, *args, budget_bytes=budget) == budget
+    assert remembered(functools.partial(ap.randomize(loss, budget_bytes=budget), key), *args) <= budget
+
+
 def test_what_branches_share_is_given_out():
     args = 0.1 * jax.random.normal(KEY, (32, 32)), jnp.ones((512, 32))
 

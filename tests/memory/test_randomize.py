@@ -14,7 +14,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
 from tests.memory import unbiased
-from tests.memory.unbiased import KEY, Own, assert_exact, assert_unbiased, normal
+from tests.memory.unbiased import KEY, Own, assert_exact, assert_unbiased, normal, remembered
 from tests.tracing import models
 
 R = ap.memory
@@ -252,6 +252,22 @@ def test_what_is_small_near_the_loss_is_exact():
     exact = jax.jit(jax.grad(mlp))(params, x)
     for mine, truth in zip(gradient, exact, strict=True):
         assert jnp.linalg.norm(mine - truth) < 0.2 * jnp.linalg.norm(truth)
+
+
+@pytest.mark.quick
+def test_coefficients_are_those_of_a_loop_as_it_is_differentiated():
+    """JAX traces a loop first as if states that begin as constants were constants, which remembers other arrays."""
+    step = lambda w, h, g, x: (jnp.tanh(h @ w) * jnp.cos(g) + x, jnp.sin(h) + x)
+    loop = lambda w, xs: jax.lax.scan(lambda c, x: (step(w, *c, x), None), (0 * xs[0], 0 * xs[0]), xs)[0]
+    function, args = lambda w, xs: jnp.sum(loop(w, jax.lax.stop_gradient(xs))[0] ** 2), (MLP[1], normal(0, 3, 4, 8))
+    found = [c.nbytes * c.count for c, _ in R.coefficients(function, *args, min_size=16)]
+    assert sum(found) <= remembered(function, *args, sampler=R.rounding(32), min_size=16)
+
+
+@pytest.mark.quick
+def test_a_function_of_integers_alone_gets_no_message():
+    index = ap.randomize(jnp.argmax, R.rounding(4), min_size=0)
+    np.testing.assert_array_equal(jax.grad(lambda x: 3 * x[index(KEY, x)])(jnp.arange(4.0)), [0, 0, 0, 3])
 
 
 def test_scans_count_for_what_is_small():

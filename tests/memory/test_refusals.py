@@ -41,6 +41,7 @@ NOT_LINEAR = {
     "replaced": lambda x, m: jnp.where(x > 0, m, x),
     "relu": lambda x, m: jax.nn.relu(m),
     "square": lambda x, m: m * m,
+    "filled": lambda x, m: m + m.at[jnp.arange(9, 25)].get(mode="fill", fill_value=1.0),
     "integers": lambda x, m: m.astype(jnp.int32).astype(m.dtype),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * m, None), m, length=2)[0],
 }
@@ -59,6 +60,7 @@ LINEAR = {
     "masked": lambda x, m: jnp.where(x > 0, m, 0.0),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * x, None), m, length=2)[0],
     "branch": lambda x, m: jax.lax.cond(jnp.sum(x) > 1, lambda m: m / 2, lambda m: m, m),
+    "filled": lambda x, m: m + m.at[jnp.arange(9, 25)].get(mode="fill", fill_value=0.0),
     "scaled in part": lambda x, m: m.at[0].multiply(x[0, 0]),
     "sum": lambda x, m: jnp.broadcast_to(jnp.sum(m, 0), m.shape) / x.shape[0],
     "solve": lambda x, m: jnp.linalg.solve(jnp.eye(len(x)) + x @ x.T, m),

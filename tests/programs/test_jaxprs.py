@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import Primitive
 
 from apgrad import rewiring  # noqa: F401  (its primitives are named too)
-from apgrad._programs import jaxprs, kinds
+from apgrad._programs import jaxprs, kinds, pure
 from apgrad._programs.flow import flow
 from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, ZERO, linearity
 from tests.refusals import refused
@@ -156,6 +156,17 @@ def test_a_loop_without_steps_hands_on_what_it_was_given():
     program, _ = jaxprs.trace(linear, X, X)
     assert linearity(program, [CONSTANT, LINEAR]) == [OTHER]
     assert linearity(program, [ZERO, LINEAR]) == [LINEAR]
+
+
+def test_what_a_scan_makes_of_an_array_is_not_the_array():
+    """A function that leaves it in the array's place changes its argument; the entries stacked again change nothing."""
+    last = lambda x: jax.lax.scan(lambda _, entry: (entry, None), 0.0, x)[0]
+    copies = lambda x: jax.lax.scan(lambda x, _: (x, x), x, length=2)[1]
+    entries = lambda x: jax.lax.scan(lambda _, entry: (None, entry), None, x)[1]
+    trace = lambda of: pure.trace("f", lambda given: given.update(x=of(given["x"])), lambda x: {"x": x}, [X])
+    for of in (last, copies):
+        refused(ValueError, "f is given a function that changes its arguments in place", trace, of)
+    trace(entries)
 
 
 def test_hoist_takes_out_every_traced_value():
