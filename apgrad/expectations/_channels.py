@@ -152,9 +152,10 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     return tape, Visit(slot, None if given is None else lax.stop_gradient(given[slot]))
 
 
-def drawn(tape: Tape, x: jax.Array) -> jax.Array:
+def drawn(tape: Tape, x: jax.Array, charged: bool, parts: bool = False) -> jax.Array:
     """The samples, (lanes, ...); where lanes are tested for independence, some get another lane's sample."""
-    tape._require_current("drawn")
+    if tape._require_current("drawn").collecting and charged:
+        return mark(x, Mark.DRAWN, 1 + parts)
     return x if tape._plan.disturbed is None else x[donors(tape.lanes, *tape._plan.disturbed)]
 
 

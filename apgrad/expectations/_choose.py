@@ -97,7 +97,7 @@ def choose(
     drawn = jax.eval_shape(lambda key: distributions.sample(distribution, key), key)
     form, program = _form(what, continuation, jax.eval_shape(seen, drawn), args)
     x, cost = _pair(what, estimator.estimate(distribution, key, costs), drawn)
-    x = channels.drawn(tape, lax.stop_gradient(x))
+    x = channels.drawn(tape, lax.stop_gradient(x), bool(jax.tree.leaves(form)))
     if estimator.relaxed:
         _warn_of_integers(what, program)
     tape = tape.cost(cost if estimator.every_order else once(estimator.name, cost))

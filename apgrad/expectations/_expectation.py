@@ -22,7 +22,7 @@ from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, count_marks, followed, require_apart
 from apgrad.expectations._ports import SEED, Port
-from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
+from apgrad.expectations._programs.leading_axes import marks_with_outer_axis, mixes_entries
 from apgrad.expectations._score import require_weighable
 from apgrad.expectations._tape import Tape
 
@@ -54,7 +54,8 @@ def expectation(
       `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype if that is wider.
 
     Raises:
-      ValueError: at trace time, for lanes that are not a positive integer, no costs, or a tape that is not the last.
+      ValueError: at trace time, for lanes that are not a positive integer, no costs, a tape that is not the last, or
+        costs that mix the lanes (or parts) of what a score estimator drew, as a mean over lanes does.
       TypeError: at trace time, for a program that does not return its tape or a key that is none.
 
     Example:
@@ -247,6 +248,7 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
         mixed = f"{done['weighing']} mixes it with pathwise derivatives, which do not fade. Use likelihood_ratio()."
         raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
     require_apart(collected)
+    _require_own_costs(collected, plan, ledger)
     if "baselined" in done:
         _warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
@@ -281,6 +283,21 @@ def _require_parts(plan, ledger):
             f"averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of shape "
             f"({lanes}, {size}), one value for each lane and a {'part' if data is None else 'datum'}."
         )
+
+
+def _require_own_costs(program, plan, ledger):
+    """Raises a `ValueError` where a choice would pay for a cost that mixes all lanes, or parts."""
+    scoring, parts = ledger.declared.get("scoring"), ("a part", "parts") if plan.data is None else ("a datum", "data")
+    sizes = plan.lanes, max(ledger.parts, default=1)
+    for axis, (one, they) in enumerate([("a lane", "lanes"), parts]):
+        if scoring and sizes[axis] > 1 and mixes_entries(program, Mark.DRAWN, Mark.COST, axis):
+            raise ValueError(
+                f"a cost mixes what was drawn for the {sizes[axis]} {they}, by a sum or a mean over their axis or by "
+                f"broadcasting along another one, and {scoring} charges the choices of {one} with its own costs alone: "
+                f"the gradient would be wrong. Sum over another axis than that of the {they}, and leave the mean over "
+                f"{they} to ap.expectation. Where a statistic is meant as a constant, as a normalisation may be, give "
+                "jax.lax.stop_gradient of it."
+            )
 
 
 def _warn_of_mixed_data(program, lanes):

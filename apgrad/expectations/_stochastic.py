@@ -147,7 +147,7 @@ def _charge(tape, x, charges, guard, mapped, inputs, what, parts, mask):
     for zero, baseline in charges:
         b = baselines.evaluate(baseline, mapped, inputs)
         tape = channels.credit(tape, guard(zero), name=what, parts=by_part, mask=mask, **b)
-    return tape, channels.drawn(tape, x)
+    return tape, channels.drawn(tape, x, bool(charges), by_part)
 
 
 def _resolve_axes(what, in_axes, args):

@@ -271,7 +271,7 @@ class Tape:
     def _add(self, cost: jax.Array, ledger: Ledger, message: jax.Array | None = None) -> "Tape":
         """Adds (*); or, given another message to charge than the cost, `cost + message p`."""
         if ledger.collecting:
-            mark(cost, Mark.COST, "a cost")
+            mark(cost, Mark.COST, cost.ndim)
             return self._follow()
         kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.carries_costs)
         charged, term = cost if message is None else message, cost

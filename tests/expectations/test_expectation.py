@@ -401,3 +401,80 @@ def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
     summed = lambda f: trace(lambda x: jnp.sum(jnp.tanh(f(x))), jnp.ones((6, 4)))[0]
     for wanted, functions in ((True, BY_ROW), (False, ACROSS_ROWS)):
         assert {name for name, f in functions.items() if is_sum_over(summed(f), [0]) != wanted} == set()
+
+
+# Functions of samples (4, 4), a lane a row: costs (4,) that depend on a sum over the lanes, and such that do not.
+OF_ALL_LANES = {
+    "another axis": lambda x: jnp.sum(x**2, axis=0),
+    "the mean for all": lambda x: jnp.full(4, jnp.mean(x)),
+    "less the mean": lambda x: jnp.sum((x - x.mean(0)) ** 2, axis=1),
+    "normalised": lambda x: jnp.sum(jax.nn.standardize(x, axis=0), axis=1),
+    "softmax": lambda x: jax.nn.softmax(x, axis=0)[:, 0],
+    "cumulative": lambda x: jnp.cumsum(x[:, 0]),
+    "covariance": lambda x: jnp.sum(x @ (x.T @ x), axis=1),
+    "norm": lambda x: x[:, 0] / jnp.linalg.norm(x[:, 0]),
+    "broadcast": lambda x: ((x[:, :1] - x[:, 1]) ** 2).mean(1),
+    "in a loop": lambda x: jax.lax.scan(lambda x, _: (x - x.mean(0), x[:, 0]), x, length=3)[1].sum(0),
+    "in a branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x - x.mean(0), jnp.sin, x)[:, 0],
+    "statistics": lambda x: x @ jnp.concatenate([x.mean(0), x.std(0)])[2:6],
+}
+OF_ONE_LANE = {
+    name: lambda x, f=f: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), 1) for name, f in BY_ROW.items()
+}
+OF_ONE_LANE |= {
+    "a constant baseline": lambda x: x[:, 0] - jax.lax.stop_gradient(x[:, 0].mean()),
+    "all are done": lambda x: jax.lax.while_loop(lambda x: (x < 9).all(), lambda x: x + 1, x)[:, 0],
+    "how many": lambda x: x[:, 0] * (x > 0).sum().astype(x.dtype),
+    "row by row": lambda x: jax.lax.map(jnp.sum, x),
+    "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),
+}
+
+
+@pytest.mark.quick
+def test_a_sum_over_lanes_that_a_scored_choice_would_pay_for_is_refused():
+    def trace_costs(cost, estimator=ap.likelihood_ratio, lanes=4):
+        normal = lambda tape, theta: dist.Normal(jnp.full((tape.lanes, 4), theta), 1.0)
+        draw = lambda tape, theta: ap.sample(tape, normal(tape, theta), estimator())
+        jax.eval_shape(ap.expectation(paid(draw, cost), lanes), KEY, 0.3)
+
+    for name, cost in OF_ALL_LANES.items():
+        for estimator in (ap.likelihood_ratio, ap.total_propagation):
+            words = rf"drawn for the 4 lanes, .* and sample \({estimator().name}\) charges"
+            assert refused(ValueError, words, trace_costs, cost, estimator), name
+        trace_costs(cost, ap.reparameterization)
+    for cost in OF_ONE_LANE.values():
+        trace_costs(cost)
+    trace_costs(lambda x: jnp.sum(x, axis=0)[:1], lambda: ap.likelihood_ratio(None), lanes=1)
+
+
+def test_a_sum_over_lanes_is_refused_where_the_choice_was_made_long_before_and_only_of_what_is_scored():
+    step = lambda estimator: ap.stochastic(estimator())(lambda theta, x: dist.Normal(theta * x, 1.0))
+
+    def program(tape, theta, first, second, lanes_act):
+        tape, x = step(first)(tape, theta, jnp.ones(6))
+        tape, y = jax.checkpoint(lambda tape, x: step(second)(tape, theta, jnp.sin(x)))(tape, x)
+        return tape.cost((y - lanes_act(y, x)) ** 2)
+
+    def trace_program(*options):
+        jax.eval_shape(ap.expectation(lambda tape, theta: program(tape, theta, *options), 6), KEY, 0.3)
+
+    scored, pathwise = ap.likelihood_ratio, ap.reparameterization
+    for first, second in ((scored, scored), (scored, pathwise), (pathwise, scored)):
+        refused(ValueError, "drawn for the 6 lanes", trace_program, first, second, lambda y, x: y.mean())
+    trace_program(pathwise, scored, lambda y, x: x.mean())  # which the scored choice does not change
+
+    def chosen(tape, theta):
+        coins = dist.Bernoulli(logits=jnp.full(6, theta))
+        tape, y = ap.choose(tape, coins, lambda b: (jnp.float32(0), b.astype(jnp.float32)), ap.enumeration())
+        return tape.cost((y - y.mean()) ** 2)
+
+    refused(ValueError, "drawn for the 6 lanes", jax.eval_shape, ap.expectation(chosen, 6), KEY, 0.3)
+
+
+def test_a_sum_over_parts_that_are_charged_apart_is_refused():
+    less_mean = lambda b: b - b.mean(1, keepdims=True)
+    refused(ValueError, "for the 3 data, .* of a datum with its own", of_axes, less_mean)
+    refused(ValueError, "for the 3 parts, .* of a part with its own", of_axes, less_mean, data=None)
+    refused(ValueError, "for the 2 lanes, .* of a lane with its own", of_axes, lambda b: b - b.mean(0))
+    refused(ValueError, "broadcasting along another one, and", of_axes, lambda b: b.T, data=2, size=2)
+    of_axes(lambda b: less_mean(b).mean(1), parts=False)  # a choice of the lane, which pays for all of it

@@ -1,4 +1,4 @@
-"""What becomes of one axis in a program: which marks have it from outside, and whether a cost is a sum over it.
+"""What becomes of one axis in a program: which marks have it from outside, and what is a sum over it.
 
 The walk follows that axis, through elementwise functions, products with a matrix, transpositions, and forgets it where
 an equation does something else with it. So what is found is sure, and something may be missed.
@@ -133,12 +133,15 @@ def _by_windows(name, params, eqn, number, axis) -> bool:
     return False
 
 
-# A fact is the axis along which entries are still apart, or one of these; None: it does not depend on the input.
-SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each; entries that act on each other
+# A fact is the axis along which entries are still apart, or one of these.
+SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each; anything else of several entries
 
 
 def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
-    """Whether the first output is a sum of terms that see one entry each along `axes`, one (or None) for each input."""
+    """Whether the first output is a sum of terms that see one entry each along `axes`, one (or None) for each input.
+
+    None is the fact of what does not depend on an input with an axis, and MIXED of what may be anything.
+    """
 
     def transfer(eqn, facts):
         inside, name = nested(eqn), eqn.primitive.name
@@ -169,3 +172,56 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
 
     join = lambda a, b: a if a == b or b is None else b if a is None else MIXED
     return flow(program, list(axes), transfer, join, lambda _: None)[0] == SUM
+
+
+def mixes_entries(program: Program, start: enum.Enum, end: enum.Enum, axis: int) -> bool:
+    """Whether, of what is marked at the start, entries along an axis act on other entries of what is marked at the end.
+
+    Marks count whose label, a number of axes, says that they have the axis. The walk ends at `lax.stop_gradient` and at
+    comparisons: what comes of them is a constant to whoever differentiates. None is the fact of what is not known, and
+    MIXED of what is a sum over the axis, or of two operands with different axes, for sure.
+    """
+    found = False
+
+    def transfer(eqn, facts):
+        nonlocal found
+        name, params = eqn.primitive.name, eqn.params
+        if name == "mark" and params["kind"] in (start, end) and params["label"] > axis:
+            if params["kind"] is start:
+                return [axis]
+            found |= facts[0] not in (None, axis)
+        if nested(eqn) is not None:
+            return None
+        along = [n for n, fact in enumerate(facts) if fact not in (None, MIXED)]
+        if name in kinds.NO_DERIVATIVE or not eqn.outvars:
+            made = None
+        elif MIXED in facts:
+            made = MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
+        elif _sums(eqn, facts):
+            made = MIXED
+        else:
+            axes = {moved_axis(eqn, n, facts[n]) for n in along}
+            made = axes.pop() if len(axes) == 1 else MIXED if axes and name in kinds.ELEMENTWISE else None
+        return [made] * len(eqn.outvars)
+
+    # What a loop hands on or a branch returns is mixed if it may be.
+    join = lambda a, b: MIXED if MIXED in (a, b) else b if a is None else a
+    into = lambda a: a if a in (None, MIXED) else a - 1 if a else None
+    out = lambda a: a if a in (None, MIXED) else a + 1
+    flow(program, [None] * len(program.jaxpr.invars), transfer, join, lambda _: None, into, out)
+    return found
+
+
+# Each entry of an output of these is a function of entries of the input, whichever they are.
+_OF_EVERY_ENTRY = kinds.ELEMENTWISE | kinds.SAME_VALUE | kinds.VIEW | kinds.PRODUCT
+_OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "reduce_sum", "select_n", "slice", "split"}
+
+
+def _sums(eqn, facts) -> bool:
+    """Whether an equation adds up the entries along the axes that are its operands' facts."""
+    name, params = eqn.primitive.name, Parameters(eqn)
+    if name == "dot_general":
+        return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)
+    if name == "reduce_sum":
+        return facts[0] in params["axes"]
+    return name.startswith("cum") and facts[0] == params["axis"]
