@@ -32,6 +32,7 @@ HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
 # In the fact of what is not the same for a value and for its port: what compares ports, or is as wide as one.
 UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
+SHARED = "the shared node"  # how the origin of a parameter begins that `mplp.shared` made
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
 # What a signal may go through outside of a `wire`.
@@ -236,7 +237,7 @@ def _way(eqn):
 
 
 def _of_signals(fact):
-    return {pair for pair in fact if pair[0] not in ("", WIRED) and not pair[0].startswith("params")}
+    return {pair for pair in fact if pair[0] not in ("", WIRED) and not pair[0].startswith(("params", SHARED))}
 
 
 def _by(function, fact):

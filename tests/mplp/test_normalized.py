@@ -29,8 +29,11 @@ def alone(loss, x, y, *layers):
     """A network, and a rule that has nothing but its gradient."""
     network, params = mplp.from_nnx(nnx.Sequential(*layers), loss)
     params = jax.tree.map(lambda w: w.astype(float), params)
-    sites = mplp.sites(network, params, (x, y))
-    return network, params, (x, y), mplp.Normalized(sites, message_size=0, whiten=False, rngs=nnx.Rngs(0))
+    return network, params, (x, y), gradient_alone(network, params, (x, y))
+
+
+def gradient_alone(*network):
+    return mplp.Normalized(mplp.sites(*network), message_size=0, whiten=False, rngs=nnx.Rngs(0))
 
 
 def recurrent(cell):
@@ -78,6 +81,29 @@ def test_the_gradient_alone_is_averaged_and_normalized(x64, make):
             direction = average[path] / np.sqrt(np.mean(average[path] ** 2))
             length = rate / np.sqrt(g.shape[0]) if g.ndim == 2 else rate if "normalize" in str(path) else bias_rate
             np.testing.assert_allclose(update, -length * (1 - t / 10) * direction, rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_is_one_however_a_parameter_is_used(x64):
+    """Positions that a reshape joins to the batch, and a kernel that is shared, with names of one role."""
+    x, y = jax.random.normal(jax.random.key(0), (2, 4, 3, 2), float), jnp.zeros((2, 4, 3, 3), float)
+    params = {"kernel": jax.random.normal(jax.random.key(1), (3, 3, 2, 3), float), "gain": jnp.arange(1.0, 4.0)}
+
+    def updates(other):
+        def network(places, p, batch):
+            share = lambda name, w: mplp.shared(places[name], w) if other else w
+            gain, kernel = share("w0", p["gain"]), share("w1", p["kernel"])
+            s = mplp.conv(places["conv"], places.signal(batch[0]), kernel)
+            s = mplp.wire(lambda x: x.reshape(-1, 3), s) if other else s
+            s = mplp.scale(places["scale"], mplp.bias(places["bias"], s, p["shift"]), gain)
+            return mplp.squared_error(places["loss"], s, batch[1].reshape(s.value.shape))
+
+        rule = gradient_alone(network, start, (x, y))
+        return first_step(rule, network, start, (x, y))[0]
+
+    start = params | {"shift": jnp.zeros(3, float)}
+    plain, others = jax.jit(lambda: [updates(other) for other in (False, True)])()
+    plain["gain"] *= np.exp(-1.5)  # shared, a vector has the step of a dense node's bias
+    chex.assert_trees_all_close(others, plain, rtol=1e-9)
 
 
 def test_shared_parameters_of_any_node(x64):

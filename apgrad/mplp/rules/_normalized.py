@@ -116,7 +116,7 @@ class Normalized(MadeForSites):
                     )
                 self.places[key] = _NormalizedDiagonal(site.shared, control)
             elif site.family == "shared":
-                self.places[key] = _NormalizedShared(len(site.shape) > 1, control)
+                self.places[key] = _NormalizedShared(control)
             else:
                 features = len(site.features) + (0 if site.begins else message_size)
                 self.places[key] = _NormalizedElementwise(features, message_size, hidden, control, rngs)
@@ -162,6 +162,11 @@ def _size(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(x**2) + TINY)
 
 
+def _inputs(site: Site) -> int:
+    """How many inputs an output has: of a convolution's kernel (*window, N, M) those of its whole window."""
+    return math.prod({"dense": site.shape[-2:-1], "shared": site.shape[:-1]}.get(site.family, ()))
+
+
 def _squash(x: jax.Array) -> jax.Array:
     return jnp.sign(x) * jnp.log1p(jnp.abs(x))
 
@@ -178,8 +183,7 @@ class _Controller(nnx.Module):
     def __call__(self, site: Site, state: dict[str, Any], horizon: jax.Array, weight: Any = 1.0) -> dict[str, Any]:
         t = state["count"]
         fraction = jnp.minimum(jnp.where(horizon > 0, t / jnp.maximum(horizon, 1.0), 0.0), 1.0)
-        diagonal = site.family in ("diagonal", "elementwise")
-        inputs, outputs = (1, 1, *(site.shape[-1:] if diagonal else site.shape[-2:]))[-2:]
+        inputs, outputs = _inputs(site), site.shape[-1] if site.shape else 1
         sizes = jnp.stack([jnp.where(horizon > 0, horizon, 1000.0), *map(float, (site.batch, inputs, outputs))])
         scale = jnp.log(_size(jnp.asarray(weight, float)) * inputs**0.5 + 1e-3)
         seen = [fraction[None], (t[None] + 1) ** -0.5, jnp.log(sizes) / 5, scale[None], state["signal"]]
@@ -228,7 +232,7 @@ class _NormalizedDense(nnx.Module):
         if site.shared:
             return Answer(passed, step, bias, new | {"count": state["count"] + 1})
         new |= _averaged(step, control["beta"], state)
-        step = -control["rate"] * new["average"] / (_size(new["average"]) * site.shape[1] ** 0.5)
+        step = -control["rate"] * new["average"] / (_size(new["average"]) * _inputs(site) ** 0.5)
         if bias is not None:
             new["bias"] = control["beta"] * state["bias"] + (1 - control["beta"]) * bias
             bias = -control["bias"] * new["bias"] / _size(new["bias"])
@@ -250,22 +254,21 @@ class _NormalizedDiagonal(nnx.Module):
         positions = tuple(range(update.ndim - 2))
         new = dict(state) | _averaged(jnp.sum(jnp.mean(update, axis=0), axis=positions), control["beta"], state)
         step = -control["rate"] * new["average"] / _size(new["average"])
-        # The node adds up what is answered at the positions.
-        step = step / math.prod(update.shape[1:-1])
+        # The node adds up what is answered, and divides the sum by the batch.
+        step = step * site.batch / math.prod(update.shape[:-1])
         return Answer(through, jnp.broadcast_to(step, update.shape), state=new)
 
 
 class _NormalizedShared(nnx.Module):
     """The local rule of a shared parameter: a matrix has the step of a dense node's weight, others that of its bias."""
 
-    def __init__(self, matrix: bool, control: Control):
-        self.matrix = matrix
+    def __init__(self, control: Control):
         self.controller = control(STEP)
 
     def __call__(self, site: Site, question: Shared, state: dict[str, Any], horizon: jax.Array) -> Answer:
         control = self.controller(site, state, horizon, question.parameter)
         new = state | _averaged(question.update, control["beta"], state)
-        length = control["rate"] / site.shape[-2] ** 0.5 if self.matrix else control["bias"]
+        length = control["rate"] / _inputs(site) ** 0.5 if len(site.shape) > 1 else control["bias"]
         return Answer(None, -length * new["average"] / _size(new["average"]), state=new)
 
 
