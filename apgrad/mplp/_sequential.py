@@ -141,14 +141,18 @@ def from_nnx(
         raise ValueError("from_nnx takes a model with at least one layer, got an empty nnx.Sequential")
     params: dict[str, Any] = {}
     owners: dict[int, str] = {}
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    for name, part, made in found:
-        for variable in filter(is_variable, jax.tree.leaves(part, is_leaf=is_variable)):
-            if (owner := owners.setdefault(id(variable), name)) != name:
-                raise TypeError(
-                    f"the layers {owner!r} and {name!r} share a parameter, and the network would have two of it. Use "
-                    "one layer twice, or write the network as a function of nodes, with the parameter in both."
+    is_parameter = lambda x: isinstance(x, nnx.Param)
+    for name, part, made in {each[0]: each for each in found}.values():
+        for parameter in filter(is_parameter, jax.tree.leaves(part, is_leaf=is_parameter)):
+            if owner := owners.get(id(parameter)):
+                share = (
+                    f"layers {owner!r} and {name!r} share" if owner != name else f"parts of the layer {name!r} share"
                 )
+                raise TypeError(
+                    f"the {share} a parameter, and the network would have two of it. Use one layer twice, or write the "
+                    "network as a function of nodes, with the parameter in both."
+                )
+            owners[id(parameter)] = name
         if jax.tree.leaves(made.params):
             params[name] = made.params
     layers = tuple(NamedLayer(name, made.kind, made.apply, _paths(made.params)) for name, _, made in found)

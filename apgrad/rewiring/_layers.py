@@ -135,8 +135,9 @@ def random_feedback(rule: str, key: Any) -> Callable[[ProgramSite], jax.Array]:
         require_one_layer(site)
         if not site.output.size:
             raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data")
-        x, w = (jnp.ones(s.shape, s.dtype) for s in site.inputs)
-        deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5
+        # Not of ones, whose sums over more than 65504 inputs float16 does not have.
+        x, w = (jnp.full(s.shape, 1 / 64, s.dtype) for s in site.inputs)
+        deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 / 64
         draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
         return deviation.astype(w.dtype) * draw
 

@@ -9,6 +9,7 @@ size; here the signs have the root mean square of the weights, if no other scale
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import number
+from apgrad._ground.norms import widened
 from apgrad.rewiring._layers import Where, chosen_layers, layer, to_input
 from apgrad.rewiring._rewire import Rule
 
@@ -31,7 +32,7 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
 
     def at(site, params):
         def answer(w, message, update):
-            size = jnp.sqrt(jnp.mean(jnp.abs(w) ** 2)) if scale is None else scale
+            size = jnp.sqrt(jnp.mean(jnp.abs(widened(w)[0]) ** 2)) if scale is None else scale
             return to_input(site, jnp.asarray(size, w.dtype) * jnp.sign(w), message), update
 
         return layer(site, answer)

@@ -79,12 +79,15 @@ def test_optimizers_that_need_the_loss_get_it(optimizer):
 
 
 KEEPS_KEYS = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # its rngs hold a key, an nnx.Variable
+TIED = nnx.List([nnx.Param(jnp.ones(()))] * 2)
+ARE_ONE = r"theta\[0\] and theta\[1\] are one nnx.Param.*nnx\.merge\(graph, theta\)"
 IS_A_KEY, MORE = r"theta\.rngs\.\S+ is a PRNG key.*no attribute", r"takes something else: .*lookahead"
 LOG = r"log of meta.train is called with \(step, metrics\).*tensorboard\(folder\)"
 COUNTS = {"steps": 4.5}, {"steps": -1}, {"every": 0}, {"every": 2.0}, {"steps": True}
 REFUSED = [
     *[({"optimizer": o}, TypeError, MORE) for o in (optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.lbfgs())],
     *[({"outer": o, "theta": KEEPS_KEYS}, TypeError, IS_A_KEY) for o in (PARABOLA, meta.batched(PARABOLA, 2))],
+    ({"theta": TIED}, TypeError, ARE_ONE),
     ({"log": meta.tensorboard}, TypeError, LOG),
     *[(wrong, ValueError, "must be an integer of at least") for wrong in COUNTS],
 ]

@@ -178,6 +178,12 @@ def sharing():
     return a, jnp.tanh, b
 
 
+def sharing_within():
+    cell = nnx.SimpleCell(4, 4, rngs=nnx.Rngs(0))
+    cell.dense_h.kernel = cell.dense_i.kernel
+    return nnx.RNN(cell, rngs=nnx.Rngs(0))
+
+
 class Holder:
     def __init__(self):
         self.parts = [GLOBAL["linear"]]
@@ -212,6 +218,7 @@ NO_LAYERS = [
     ((inner, NORM_INSIDE), NORM_WORDS),
     ((LSTM,), "the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got LSTMCell"),
     (sharing(), "'0_dense' and '2_dense' share a parameter"),
+    ((sharing_within(),), "parts of the layer '0_recurrent' share a parameter"),
     *[((way,), "holds a module, (Linear|List|Param)") for way in WAYS],
 ]
 

@@ -255,6 +255,28 @@ def test_standardizers_are_of_the_first_steps(x64):
     assert all(jnp.any(each.shift[...] != 0) for each in shared.standardizers.values())
 
 
+def test_standardizers_leave_out_places_without_a_message():
+    """Of a kind, those of the other places; of a kind without any, as they were."""
+    params = {name: jax.random.normal(jax.random.key(i), (3, 3)) for i, name in enumerate("ab")}
+
+    def network(silent):
+        def run(places, p, batch):
+            s = places.signal(batch[0])
+            main, side = (mplp.dense(places[name], s, p[name]) for name in p)
+            side = mplp.activation(places["tanh"], jnp.tanh, side)
+            out = mplp.wire(lambda a, b: a + 0 * b, main, side) if silent else main
+            return mplp.squared_error(places["loss"], out, batch[1])
+
+        return run
+
+    batches = jax.random.normal(jax.random.key(2), (2, 2, 4, 3))
+    rule = per_synapse(mplp.sites(network(True), params, batches[:, 0]), share="all", layers=(3,), cell="mlp")
+    fit = lambda rule, silent: mplp.fit_standardizers(rule, network(silent), params, batches)
+    got, wanted = jit(lambda rule: [fit(rule, silent).standardizers for silent in (True, False)])(rule)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, wanted)
+    np.testing.assert_array_equal(got["activation/message"].scale[...], 1.0)
+
+
 def test_standardizers_are_refused_where_there_are_none_or_by_a_wrong_number():
     network, params, _, batches, sites = task("squared_error", "float32", steps=2)
     fit = lambda rule, **options: mplp.fit_standardizers(rule, network, params, batches, **options)

@@ -83,6 +83,16 @@ def test_sign_symmetry():
         close(gradients, by_hand(lambda i, m, e, size=size: m @ (size(WS[i]) * np.sign(WS[i])).T))
 
 
+def test_feedback_in_half_precision():
+    """Of more inputs than the largest number of float16, and of weights whose squares it rounds to 0."""
+    w, x = np.full((2**17, 1), 1e-4, "float16"), np.ones((1, 2**17), "float16")
+    rewired = lambda rule: ap.rewire(lambda w, x: x @ w, rule)
+    weights = jax.jit(rewired(rewiring.feedback_alignment(KEY)).init)(w, x)["dot_general[0]"]
+    np.testing.assert_allclose(np.std(np.asarray(weights, float)), 2**-8.5, rtol=0.01)
+    signs = rewired(rewiring.sign_symmetry())
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: signs(w, x)[0, 0]))(x), w.T, rtol=1e-3)
+
+
 def test_synthetic_gradients():
     plain = rewiring.synthetic_gradients()
     begun = plain.init

@@ -258,15 +258,17 @@ def fit_standardizers(
     found: dict[str, list[dict[str, jax.Array]]] = {}
     for site in sites(network, params, first):
         for part, of_steps in seen[site.name].items():
-            mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), of_steps)
-            found.setdefault(rule._keys(site, part)[1], []).append(mean)
+            found.setdefault(rule._keys(site, part)[1], []).append(of_steps)
     for key, each in found.items():
-        new = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0), *each)
+        steps = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
+        asked = (steps["scale"][:, 0] != 0).astype(float)  # 0 of a place to which no message came
+        new = jax.tree.map(lambda x, asked=asked: jnp.average(x, axis=0, weights=asked), steps)
         if max_scale is not None:
             new["scale"] = jnp.minimum(new["scale"], max_scale)
         for name, value in new.items():
             if (variable := getattr(fitted.standardizers[key], name)) is not None:
-                variable[...] = variable[...] * (1 - blend) + blend * value
+                blended = variable[...] * (1 - blend) + blend * value
+                variable[...] = jnp.where(jnp.any(asked), blended, variable[...])
     return fitted
 
 
