@@ -40,10 +40,10 @@ def _through(eqn, facts):
         numbers = LINEAR_IN.get(name, range(first, len(facts)))
         values = [facts[i] for i in numbers]
         others = [fact for i, fact in enumerate(facts) if i not in numbers]
-        # A gather that fills places out of bounds with a number adds it.
-        linear = all(inexact_outputs(eqn)) and not eqn.params.get("fill_value")
+        values += [CONSTANT] * bool(eqn.params.get("fill_value"))  # which a gather adds at places out of bounds
+        inexact = all(inexact_outputs(eqn))
         if LINEAR in facts:
-            made = OTHER if LINEAR in others or CONSTANT in values or not linear else LINEAR
+            made = OTHER if LINEAR in others or CONSTANT in values or not inexact else LINEAR
         else:
             made = max(values)
     else:

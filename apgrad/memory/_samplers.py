@@ -23,10 +23,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from apgrad._ground.arguments import meets, require_call
 from apgrad._ground.messages import describe
-from apgrad.memory._packing import narrow as narrow, packing as packing
+from apgrad._programs.jaxprs import trace
+from apgrad.memory._packing import Packing as Packing, narrow as narrow, packing as packing
 from apgrad.memory._rounding import Memory, Rounding as Rounding, rounding as rounding, wide
 
 __all__ = ["Sampler", "different_sample", "heavy", "nbytes", "projection", "same_sample", "stratified"]
@@ -137,7 +139,17 @@ def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any) -> int:
     if not math.prod(shape):
         return 0
     like = jax.ShapeDtypeStruct(shape, dtype)
-    memory = jax.eval_shape(lambda x: kept(sampler, jax.random.key(0), x), like)
+
+    def both(x):
+        memory = kept(sampler, key := jax.random.key(0), x)
+        return memory, restored(sampler, key, memory, like) if isinstance(sampler, Packing) else None
+
+    program, (memory, _) = trace(both, like)
+    if any(isinstance(value, Tracer) for value in program.consts):
+        raise TypeError(
+            f"the sampler {sampler!r} closes over an array that JAX traces, which the reverse pass does not have. Give "
+            "it numbers that are known, or let it make them of x and put them into the memory."
+        )
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))
 
 

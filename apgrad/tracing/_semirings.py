@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import meets, whole
 from apgrad._ground.messages import describe
 
 __all__ = ["Semiring", "absolute_sum", "entropy", "max_product", "ordinary", "top_k"]
@@ -89,7 +89,8 @@ def require_semiring(semiring: Any) -> None:
         return made
 
     def same(got, wanted, what):
-        if not all(np.allclose(x, y, rtol=1e-4, equal_nan=True) for x, y in zip(got, wanted, strict=True)):
+        close = lambda pair: np.allclose(*pair, rtol=1e-4, equal_nan=True)
+        if not all(meets(pair, close) for pair in zip(got, wanted, strict=True)):
             raise ValueError(f"the semiring {name!r} is not what it says: {what}. At one place {wanted} became {got}.")
 
     with jax.ensure_compile_time_eval():
@@ -106,7 +107,7 @@ def require_semiring(semiring: Any) -> None:
             same(called("times", p, total), add(called("times", p, a), called("times", p, b)), _BILINEAR)
             same(called("times", add(p, q), a), add(called("times", p, a), called("times", q, a)), _BILINEAR)
         elif kind == "max":
-            greatest = tuple(map(np.maximum, a, b)) if len(a) == 1 else ()
+            greatest = tuple(map(jnp.maximum, a, b)) if len(a) == 1 else ()
             same(total, greatest, "kind='max' is of one component, its maximum")
         elif kind is not None:
             raise ValueError(f"the kind of a semiring is 'add', 'max', 'gradient' or None, got {kind!r}")

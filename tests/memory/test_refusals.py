@@ -52,6 +52,9 @@ within = jax.custom_jvp(jnp.sin)
 within.defjvp(lambda primals, tangents: jax.jvp(clipped, primals, tangents))
 REFUSED = {name: loss(backward) for name, backward in NOT_LINEAR.items()} | {
     "without a message": lambda w, x: jnp.sum(rule(lambda x, m: jnp.cos(x))(x @ w)),  # no other meets the constant one
+    "zeros that are filled": lambda w, x: jnp.sum(
+        rule(lambda x, m: jnp.zeros_like(x).at[jnp.arange(9, 25)].get(mode="fill", fill_value=1.0))(x @ w)
+    ),
     "within a custom_jvp function": lambda w, x: jnp.sum(around(x @ w) @ w),
     "in the tangents of a custom_jvp function alone": lambda w, x: jnp.sum(within(x @ w) @ w),
 }
@@ -217,6 +220,20 @@ def test_a_shared_memory_may_be_a_sequence():
     samplers = [kept(lambda half: half), *(kept(form, shared, first) for form in forms for shared in (False, True))]
     gradients = [jax.grad(ap.randomize(function, s, min_size=0), 1)(KEY, W, X) for s in samplers]
     np.testing.assert_allclose(gradients[1:], gradients[:1] * 6, rtol=1e-5)
+
+
+def test_a_sampler_that_closes_over_a_traced_array_is_refused():
+    function = lambda w, x: jnp.sum(jnp.sin(x) @ w)
+
+    def step(scale):
+        double, half = lambda key, x: x * scale, lambda memory, like: memory / scale
+        for pack, unpack in ((double, lambda memory, like: memory / 2), (lambda key, x: x * 2, half)):
+            refused(
+                TypeError, "over an array that JAX tr", gradient_shape, function, W, X, sampler=R.packing(pack, unpack)
+            )
+        return scale
+
+    jax.eval_shape(step, 2.0)
 
 
 MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -72,6 +72,21 @@ def test_every_semiring_is_its_sum_over_all_paths(network, x):
         np.testing.assert_allclose(got["entropy"][i], -np.sum(share * np.log(share)), rtol=5e-5, atol=1e-4)
 
 
+@pytest.mark.quick
+def test_a_semiring_may_hold_a_traced_number():
+    """Such as the power of each weight, a temperature; what it says of itself cannot be checked then."""
+    X, larger = jnp.array([0.3, -1.0]), ap.tracing.max_product().plus
+
+    def powers(t):
+        sums = ap.tracing.absolute_sum()._replace(lift=lambda w: (jnp.abs(w) ** t,))
+        semirings = sums, sums._replace(kind=None), sums._replace(plus=larger, kind="max")
+        return jnp.stack([ap.semiring_grad(lambda x: jnp.sum(jnp.tanh(x * x) * 2), s)(X) for s in semirings])
+
+    np.testing.assert_allclose(jax.jit(powers)(2.0), powers(2.0), rtol=1e-5)
+    numeric = (powers(2.01) - powers(1.99)) / 0.02
+    np.testing.assert_allclose(jax.jacrev(powers)(2.0), numeric, rtol=1e-2, atol=1e-3)
+
+
 def test_while_is_walked_backward():
     """As in forward mode, after so many steps, and under `vmap` where each lane ends by itself."""
 
