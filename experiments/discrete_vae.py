@@ -90,10 +90,8 @@ def start(key: jax.Array, network: str, pixels: int, latents: int, method: str) 
     network_alone = [*first, (0 * last[0], last[1])]  # it starts as 0
     controls = {"REBAR": rebar, "RELAX": {**rebar, "network": network_alone}, "RELAX, black box": network_alone}
     controls["double control variates, 2"] = jnp.float32(1.0)
-    model = {
-        "encoder": layers(keys[0], (pixels, *hidden, latents)),
-        "decoder": layers(keys[1], (latents, *hidden, pixels)),
-    }
+    model: Any = {"encoder": layers(keys[0], (pixels, *hidden, latents))}
+    model["decoder"] = layers(keys[1], (latents, *hidden, pixels))
     model |= {"prior": jnp.zeros(latents), "baseline": layers(keys[2], (pixels, HIDDEN, 1))}
     return model | {"control": controls.get(method)}
 

@@ -166,10 +166,8 @@ def _picture(config, rows, gains):
     for swarm, (errors, over_lanes, ratios, biases) in zip(config.swarms, axes, strict=True):
         for i, method in enumerate(linear_swarm.METHODS):
             widths = [by[(swarm, w, horizon, lanes), method] for w in config.widths]
-            for ax, x, found in (
-                (errors, at, widths),
-                (over_lanes, counts, [by[(swarm, narrow, horizon, b), method] for b in counts]),
-            ):
+            by_lanes = [by[(swarm, narrow, horizon, b), method] for b in counts]
+            for ax, x, found in ((errors, at, widths), (over_lanes, counts, by_lanes)):
                 values = ([row[name] for row in found] for name in ("rms_error", "rms_low", "rms_high"))
                 mark = "o--" if method.startswith("GS") else "o-"
                 harness.band(ax, x, *values, fmt=mark, color=COLOURS[method], label=method)

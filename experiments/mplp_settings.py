@@ -13,7 +13,8 @@ has been chosen by them. Where a setting lies outside a rule's card, the rule wa
 before any training. *The baselines* are SGD, SGD with momentum .9, Adam, AdamW with
 warm-up over a tenth of the steps and a cosine to zero, and Muon (`optax.contrib`; optax has neither Shampoo nor SOAP).
 Each baseline is tuned for each setting and horizon by random search: 16 draws of its rate, of whether that stays or
-goes to zero on a line, and of its weight decay, judged on other tasks of the same setting. A rule that takes the number
+goes to zero on a line (but for AdamW), and of its weight decay (but for Adam), judged on other tasks of the same
+setting, whose test examples may be the same. A rule that takes the number
 of updates is told it. Then all methods learn the same tasks. A step has no derivative, so baselines get the
 sigmoid's in its place (a surrogate gradient). The rules see the step as it is, but for "images, surrogate", which is
 the first rule given what baselines get.

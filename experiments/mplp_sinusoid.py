@@ -7,7 +7,8 @@ A sinusoid is learned in five steps of ten points. `mplp.PerSynapse` is trained 
 with messages of size k. Its networks are each place's own ("none" are shared), or places of a kind share their
 *networks*, or *all*: networks, standardizers and scales. Along the training each rule is judged on the same networks
 and tasks: half the squared error over the domain after the fifth step. Beside it stand the rule that comes with apgrad
-(`mplp.load_pretrained("sinusoid")`), the published checkpoint's figure, and Adam and SGD at the best of their rates.
+(`mplp.load_pretrained("sinusoid")`), the published checkpoint's figure, and Adam and SGD at the best of their rates on
+the tasks that judge; these three on other networks of the same prior, and at 64 points of the domain, not 201.
 
 The paper's evidence is, in its own words, anecdotal: one run of each. It saw training converge faster and to better
 results with larger messages, and faster without sharing, to comparable results.

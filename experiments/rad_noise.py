@@ -2,8 +2,8 @@
 
 After some training steps, each method's gradient on a batch is compared with the full gradient, over the whole
 training set: mean squared error a layer, over the squared norm of the full gradient there. The mini-batch's own noise
-is in it, as in the paper; `own` is the part that the method adds to its batch's exact gradient. All methods have the
-same batches. Standard errors are over batches.
+is in it, as in the paper; `own` is the part that the method adds to its batch's exact gradient, over the squared norm
+of that. All methods have the same batches. Standard errors are over batches.
 
 The paper's claim is about equal memory: `against_smaller_batch` is the squared error over that of a smaller (or larger)
 batch of reverse mode with as many residual bytes. The latter is c / n of n examples, drawn with replacement, with c

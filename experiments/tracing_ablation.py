@@ -13,7 +13,8 @@ training. *Viterbi, a sentence* traces each piece of text by itself and takes th
 If influence is worth, the loss rises most, or the threshold comes latest, without the most influential. Reported is the
 rank correlation (Spearman, over the three components, the mean over networks) of influence with each, with its standard
 error; beside it that of the width, which needs no tracing. *At equal width* is the correlation over the networks in
-which a component has one width, the mean over the three components and their widths: whether influence says more.
+which a component has one width, the mean over the three components and their widths: whether influence says more. Its
+standard error is the jackknife's over networks.
 
     python -m experiments.tracing_ablation
     python -m experiments.tracing_ablation --preset paper
@@ -169,6 +170,21 @@ def correlation(a: Any, b: Any) -> float:
     return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1]) if np.ptp(a) > 0 and np.ptp(b) > 0 else 0.0
 
 
+def at_equal_width(influence: np.ndarray, cost: np.ndarray, alike: Any) -> np.ndarray:
+    """A value for each network, (networks,), whose mean is the mean correlation over components and widths of influence
+    and cost (networks, components), and whose standard error is the jackknife's.
+
+    A network has all three components, so that the correlations are not independent of each other: networks are.
+    """
+
+    def of(some):
+        sets = [(some & own, c) for c, own in alike if sum(some & own) > 1]
+        return np.mean([correlation(influence[own, c], cost[own, c]) for own, c in sets])
+
+    left = np.array([of(some) for some in ~np.eye(len(cost), dtype=bool)])
+    return of(True) + (len(cost) - 1) * (left.mean() - left)
+
+
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     results, rows, figures = [result for _, result in records], [], {}
     for (i, result), (c, name) in itertools.product(enumerate(results), enumerate(COMPONENTS)):
@@ -183,9 +199,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     alike = [(c, measured[:, -1, c] == width) for c, width in itertools.product(range(3), WIDTHS)]
     for (k, m), (how, cost) in itertools.product(enumerate((*MEASURES, "width")), costs.items()):
         found = {"": [correlation(*each) for each in zip(measured[:, k], cost, strict=True)]}
-        equal = [correlation(measured[own, k, c], cost[own, c]) for c, own in alike if sum(own) > 1]
-        if equal and m != "width":
-            found[" at equal width"] = equal
+        if m != "width" and any(sum(own) > 2 for _, own in alike):
+            found[" at equal width"] = at_equal_width(measured[:, k], cost, alike)
         for where, each in found.items():
             mean = {"value": float(np.mean(each)), "standard_error": harness.standard_error(each)}
             figures[f"correlation {m} {how}{where}"] = mean

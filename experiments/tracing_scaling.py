@@ -3,9 +3,10 @@
 Four families, each timed for jitted `jax.grad` and every semiring:
 
 * layers: feed-forward networks with tanh, 10 inputs, 20 units a layer, 15 outputs (Fig. 1.2);
-* diamonds: random networks. A layer becomes, with probability .95, a diamond: two layers that read the same input
-  and whose outputs are joined; each may become one again, with half the probability. 10 to 500 units a layer, 10
-  inputs and outputs (Fig. 1.3);
+* diamonds: random networks. A layer becomes, with probability .95, a diamond: two layers that read the same input,
+  each with a layer behind it, whose outputs are joined; each layer behind may become a diamond, with half the
+  probability. 10 to 500 units a layer, 10 inputs and outputs (Fig. 1.3; in the paper's words the two layers themselves
+  become diamonds, which would leave all layers side by side);
 * large diamonds: the same networks with all widths scaled, to 1e3 to 1e8 edges: small graphs take the time that a call
   takes, and only the large ones say how time grows;
 * batch: three layers of 500 on more and more examples, up to 1e9 scalar edges.

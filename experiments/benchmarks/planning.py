@@ -91,9 +91,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             mine = f"plan: {name}"
             row = {**cell, "budget of": name, "MB_plain": result["memory"]["reverse mode"] / 1e6}
             row |= {"MB": result["memory"][name] / 1e6, "method": result["plans"][name].get("method", "refused")}
-            row |= dict.fromkeys(
-                ("MB_plan", "noise", "noise_plan", "step", "step_plan", "gradients_compiled", "plan_s")
-            )
+            measured = ("MB_plan", "noise", "noise_plan", "step", "step_plan", "gradients_compiled", "plan_s")
+            row |= dict.fromkeys(measured)
             if mine in result["memory"]:
                 row["MB_plan"] = result["memory"][mine] / 1e6
                 for key, f in (("noise", np.mean), ("step", np.median)):
