@@ -34,6 +34,11 @@ def spent(key: jax.Array) -> jax.Array:
     return again(key)
 
 
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, deviation: float = 1.0) -> jax.Array:
+    """Normal numbers, drawn in float32 at least: those that JAX draws in bfloat16 have a mean of -.01."""
+    return (deviation * jax.random.normal(key, shape, np.promote_types(dtype, np.float32))).astype(dtype)
+
+
 def hashed(key: jax.Array, numbers: Any) -> jax.Array:
     """A key for each number, an array of integers: `jax.random.fold_in` by a hash that compiles and runs in no time."""
     size = jax.random.key_data(key).size

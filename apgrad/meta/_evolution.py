@@ -25,6 +25,7 @@ import optax
 from jax import lax
 
 from apgrad._ground.arguments import number
+from apgrad._ground.keys import normal
 from apgrad._ground.warning import warn
 from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start
 from apgrad.meta._partition import merge, partition, with_zeros
@@ -154,8 +155,8 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
             )
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))
-    draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))
-    return tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
+    draws = [normal(k, jnp.shape(x), jnp.result_type(x), sigma) for k, x in zip(keys, leaves, strict=False)]
+    return tree.unflatten(draws)
 
 
 def _add(theta, e, sign):

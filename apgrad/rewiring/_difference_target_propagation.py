@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import number
-from apgrad._ground.keys import require_key
+from apgrad._ground.keys import normal, require_key
 from apgrad._ground.propagator import Propagator
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule
@@ -69,8 +69,7 @@ def difference_target_propagation(
         if site.stacked:
             raise ValueError(f"{site} is another layer at each step of a scan; call the layers in a Python loop")
         n, m, dtype = *(x.shape[-1] for x in arrays), site.inputs[0].dtype
-        draw = jax.random.normal(jax.random.fold_in(key, site.number), (m, n), dtype)
-        return draw * jnp.asarray(m**-0.5, dtype), jnp.zeros(n, dtype)
+        return normal(jax.random.fold_in(key, site.number), (m, n), dtype, m**-0.5), jnp.zeros(n, dtype)
 
     def at(site, params):
         inverse = lambda params, h: activation(h @ params[0] + params[1])
@@ -82,7 +81,7 @@ def difference_target_propagation(
         def backward(memory, message):
             h, weights, output, pullback = memory
             to_h = (inverse(params, output) - inverse(params, output - step * message)) / step
-            noisy = h + noise * jax.random.normal(site.key, h.shape, h.dtype)
+            noisy = h + normal(site.key, h.shape, h.dtype, noise)
             guess, to_params = jax.vjp(lambda params: inverse(params, site.function(noisy, *weights)), params)
             return *to_params(guess - noisy), to_h, *pullback(message)
 

@@ -8,9 +8,8 @@ passes the derivative of the activation as usual, and the weight has its usual g
 import math
 
 import jax
-import jax.numpy as jnp
 
-from apgrad._ground.keys import require_key
+from apgrad._ground.keys import normal, require_key
 from apgrad.rewiring._layers import Where, chosen_layers, layer, require_one_layer
 from apgrad.rewiring._rewire import Rule
 
@@ -56,8 +55,7 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
 
     def init(site):
         _, outputs, rest = axes(site)
-        draw = jax.random.normal(jax.random.fold_in(key, site.number), (outputs, *rest), site.inputs[0].dtype)
-        return draw * jnp.asarray(outputs**-0.5, draw.dtype)
+        return normal(jax.random.fold_in(key, site.number), (outputs, *rest), site.inputs[0].dtype, outputs**-0.5)
 
     def at(site, feedback):
         leading, outputs, rest = axes(site)

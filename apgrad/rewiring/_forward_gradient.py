@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from apgrad._ground.keys import normal
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import is_inexact, place, restrict
 from apgrad.rewiring._layers import Where, chosen
@@ -38,12 +38,9 @@ def forward_gradient(*, where: Where = None) -> Rule:
         def forward(*inputs):
             keys = jax.random.split(site.key, len(inputs))
             floats = [i for i, x in enumerate(inputs) if is_inexact(x)]
-            # In float32 at least: normal numbers that are drawn in bfloat16 have a mean of -.01.
-            wide = lambda x: np.promote_types(x.dtype, np.float32)
             # Complex numbers with real and imaginary parts of variance 1 each.
             size = lambda x: 2**0.5 if jnp.iscomplexobj(x) else 1.0
-            draw = lambda key, x: (size(x) * jax.random.normal(key, x.shape, wide(x))).astype(x.dtype)
-            draws = [draw(keys[i], inputs[i]) for i in floats]
+            draws = [normal(keys[i], (x := inputs[i]).shape, x.dtype, size(x)) for i in floats]
             output, tangent = jax.jvp(*restrict(site.function, inputs, floats), draws)
             return output, (place(draws, floats, [None] * len(inputs)), tangent)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.keys import require_key
+from apgrad._ground.keys import normal, require_key
 from apgrad._ground.propagator import Propagator, backpropagation, chain
 from apgrad._programs.jaxprs import require_unchecked, require_undivided
 from apgrad.rewiring._sites import ProgramSite
@@ -138,7 +138,6 @@ def random_feedback(rule: str, key: Any) -> Callable[[ProgramSite], jax.Array]:
         # Not of ones, whose sums over more than 65504 inputs float16 does not have.
         x, w = (jnp.full(s.shape, 1 / 64, s.dtype) for s in site.inputs)
         deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 / 64
-        draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
-        return deviation.astype(w.dtype) * draw
+        return deviation.astype(w.dtype) * normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
 
     return init

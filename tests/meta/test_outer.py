@@ -281,6 +281,16 @@ def test_an_evolution_gradient_in_half_precision_is_finite_though_its_slope_is_n
     assert jnp.isfinite(half).all() and jnp.abs(single).max() < 65504
 
 
+@pytest.mark.filterwarnings("ignore:theta is bfloat16:UserWarning")
+def test_perturbations_in_bfloat16_have_the_mean_zero():
+    """JAX's own have -.01, by which each parameter would get a part of all others' gradients."""
+    total = lambda th, s: jnp.sum(th.astype(jnp.float32))
+    outer = meta.evolution(LINE._replace(step=lambda th, s: (s, total(th, s)), final=total))
+    of = lambda key: [first(outer, jnp.zeros(64, dtype), key)[1] for dtype in ("bfloat16", "float32")]
+    half, single = jax.jit(of)(jax.random.key(0))
+    np.testing.assert_allclose(np.asarray(half, "float32"), single, rtol=0, atol=0.02 * np.max(np.abs(single)))
+
+
 WRAPS = [lambda o: o, meta.clipped, lambda o: meta.average([o, o]), lambda o: meta.batched(o, 2)]
 
 
