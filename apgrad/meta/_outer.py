@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.messages import tuple_of
 from apgrad._ground.norms import rescaled
+from apgrad._programs import pure
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
@@ -60,7 +61,8 @@ class OuterGradient:
         """
         require_trainable(theta)
         returns = "the estimate of an outer gradient returns (loss, gradient, carry)"
-        loss, gradient, carry = tuple_of(3, returns, self._estimate(theta, key, carry))
+        of = pure.unchanged("an outer gradient", lambda theta: self._estimate(theta, key, carry))
+        loss, gradient, carry = tuple_of(3, returns, of(theta))
         form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
         if form(gradient) != form(theta):
             own, got = (jax.tree.map(jnp.shape, tree) for tree in (theta, gradient))

@@ -79,6 +79,17 @@ def test_optimizers_that_need_the_loss_get_it(optimizer):
 
 
 KEEPS_KEYS = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # its rngs hold a key, an nnx.Variable
+COUNTER = nnx.Dict(n=nnx.Variable(jnp.zeros(())), x=nnx.Param(jnp.ones(())))
+
+
+def count_uses(theta, state):
+    """A loss that would be another one for each perturbation of a pair."""
+    theta.n[...] = theta.n[...] + 1.0
+    return theta.n[...] * theta.x[...]
+
+
+COUNTS_USES = meta.Problem(lambda theta, key: jnp.zeros(()), lambda theta, s: (s, s), count_uses, 1)
+CHANGES = "an outer gradient is given a function that changes its arguments in place"
 TIED = nnx.List([nnx.Param(jnp.ones(()))] * 2)
 ARE_ONE = r"theta\[0\] and theta\[1\] are one nnx.Param.*nnx\.merge\(graph, theta\)"
 IS_A_KEY, MORE = r"theta\.rngs\.\S+ is a PRNG key.*no attribute", r"takes something else: .*lookahead"
@@ -88,6 +99,7 @@ REFUSED = [
     *[({"optimizer": o}, TypeError, MORE) for o in (optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.lbfgs())],
     *[({"outer": o, "theta": KEEPS_KEYS}, TypeError, IS_A_KEY) for o in (PARABOLA, meta.batched(PARABOLA, 2))],
     ({"theta": TIED}, TypeError, ARE_ONE),
+    ({"outer": meta.evolution(COUNTS_USES), "theta": COUNTER}, ValueError, CHANGES),
     ({"log": meta.tensorboard}, TypeError, LOG),
     *[(wrong, ValueError, "must be an integer of at least") for wrong in COUNTS],
 ]
