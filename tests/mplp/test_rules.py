@@ -256,13 +256,14 @@ def test_standardizers_are_of_the_first_steps(x64):
 
 
 def test_standardizers_leave_out_places_without_a_message():
-    """Of a kind, those of the other places; of a kind without any, as they were."""
+    """Of a kind, those of the other places; of a kind without any, as they were. A shared parameter has none."""
     params = {name: jax.random.normal(jax.random.key(i), (3, 3)) for i, name in enumerate("ab")}
 
     def network(silent):
         def run(places, p, batch):
             s = places.signal(batch[0])
-            main, side = (mplp.dense(places[name], s, p[name]) for name in p)
+            main = mplp.dense(places["a"], s, mplp.shared(places["kernel"], p["a"]))
+            side = mplp.dense(places["b"], s, p["b"])
             side = mplp.activation(places["tanh"], jnp.tanh, side)
             out = mplp.wire(lambda a, b: a + 0 * b, main, side) if silent else main
             return mplp.squared_error(places["loss"], out, batch[1])

@@ -257,8 +257,9 @@ def fit_standardizers(
     _, seen = scan_steps(step, (params, init_state(recording, network, params, first)), batches)
     found: dict[str, list[dict[str, jax.Array]]] = {}
     for site in sites(network, params, first):
-        for part, of_steps in seen[site.name].items():
-            found.setdefault(rule._keys(site, part)[1], []).append(of_steps)
+        for part, of_steps in seen.get(site.name, {}).items():
+            key = rule._keys(site._replace(shared=False), part)[1]  # the rule is not told what is shared
+            found.setdefault(key, []).append(of_steps)
     for key, each in found.items():
         steps = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
         asked = (steps["scale"][:, 0] != 0).astype(float)  # 0 of a place to which no message came
