@@ -7,7 +7,8 @@ of that. All methods have the same batches. Standard errors are over batches.
 
 The paper's claim is about equal memory: `against_smaller_batch` is the squared error over that of a smaller (or larger)
 batch of reverse mode with as many residual bytes. The latter is c / n of n examples, drawn with replacement, with c
-from all of the batches that were measured. Below 1 the method is better than the smaller batch.
+that of the method's own batches, whose noise both have, so that it leaves the ratio. Below 1 the method is better than
+the smaller batch.
 
     python -m experiments.rad_noise
     python -m experiments.rad_noise --preset paper
@@ -139,9 +140,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows = []
     for steps in config.training_steps:
         mine = [(c, r) for c, r in records if c["steps"] == steps]
-        plain = [(c["batch"], r) for c, r in mine if c["method"] == "baseline"]
-        # Of n examples the squared error is c / n.
-        constant = np.mean([n * np.mean(r["errors"], 0) for n, r in plain], 0) if plain else None
+        plain = {c["batch"]: r for c, r in mine if c["method"] == "baseline"}
         for cell, result in mine:
             both = zip(*(np.transpose(result[k]) for k in ("errors", "own")), strict=True)
             for layer, (errors, own) in enumerate(both):
@@ -149,10 +148,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 row |= {"squared_error": errors.mean(), "squared_error_se": harness.standard_error(errors)}
                 row |= {"own": own.mean(), "own_se": harness.standard_error(own), "against_smaller_batch": None}
                 row["own_noise_over_signal"] = np.sqrt(own.mean())
-                if constant is not None:
-                    each = plain[0][1]["residual_bytes"] / plain[0][0]
-                    same_memory = constant[layer] / (row["residual_bytes"] / each)
-                    row["against_smaller_batch"] = float(row["squared_error"] / same_memory)
+                if same := plain.get(cell["batch"]):  # of n examples the squared error is c / n, the bytes in n
+                    exact = np.mean(same["errors"], 0)[layer] * same["residual_bytes"]
+                    row["against_smaller_batch"] = float(row["squared_error"] * row["residual_bytes"] / exact)
                 rows.append(row)
     layers, end = sorted({r["layer"] for r in rows}), max(r["steps"] for r in rows)
     last = [r for r in rows if r["steps"] == end]

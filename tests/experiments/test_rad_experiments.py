@@ -60,6 +60,19 @@ def test_noise(run):
         assert abs(small["squared_error"] - 4 * large["squared_error"]) < 4 * error
 
 
+def test_a_method_is_compared_with_reverse_mode_on_its_own_batches():
+    """A method without noise of its own has the squared error of its batches, whatever that of other batches is."""
+    result = lambda errors, size: {"errors": errors, "own": [[0.0], [0.0]], "residual_bytes": size, "data": "some"}
+    cell = lambda method, batch: {"steps": 0, "method": method, "batch": batch}
+    records = [
+        (cell("baseline", 150), result([[1.0], [3.0]], 1500)),
+        (cell("baseline", 16), result([[90.0], [10.0]], 160)),
+    ]
+    records.append((cell("rounding 8", 150), result([[1.0], [3.0]], 600)))
+    rows = rad_noise.report(rad_noise.Config(training_steps=(0,)), records).rows
+    assert [row["against_smaller_batch"] for row in rows] == [1, 1, pytest.approx(0.4)]
+
+
 def test_training_searches_and_says_what_data_it_had(run, tmp_path, monkeypatch):
     """The chosen pair is the finalist that validates best, and runs have it; digits are said to be no MNIST."""
     monkeypatch.delenv("APGRAD_DATA", raising=False)
