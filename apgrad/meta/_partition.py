@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from apgrad.mplp._sequential import tied
+
 
 def partition(theta: Any) -> tuple[Any, Any]:
     """Splits a pytree into what is trained and what is fixed: two pytrees of its form, each with None for the other.
@@ -66,15 +68,11 @@ def require_trainable(theta: Any) -> None:
                 f"theta{jax.tree_util.keystr(path)} is a PRNG key, of which a gradient has no zeros. A key that a "
                 "module needs only while it is made is no attribute of it; those of a step come from the problem's key."
             )
-    names: dict[int, str] = {}
-    is_parameter = lambda x: isinstance(x, nnx.Param)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(theta, is_leaf=is_parameter):
-        name = jax.tree_util.keystr(path)
-        if is_parameter(leaf) and (first := names.setdefault(id(leaf), name)) != name:
-            raise TypeError(
-                f"theta{first} and theta{name} are one nnx.Param, of which a step would make two. Train theta of "
-                "`graph, theta = nnx.split(module)`, and in your functions call `nnx.merge(graph, theta)`."
-            )
+    if same := tied(theta):
+        raise TypeError(
+            f"theta{' and theta'.join(same)} are one nnx.Param, of which a step would make two. Train theta of "
+            "`graph, theta = nnx.split(module)`, and in your functions call `nnx.merge(graph, theta)`."
+        )
 
 
 def is_fixed(x: Any) -> bool:

@@ -139,27 +139,27 @@ def from_nnx(
     found = _named(model, names)
     if not found:
         raise ValueError("from_nnx takes a model with at least one layer, got an empty nnx.Sequential")
-    params: dict[str, Any] = {}
-    owners: dict[int, str] = {}
-    is_parameter = lambda x: isinstance(x, nnx.Param)
-    for name, part, made in {each[0]: each for each in found}.values():
-        for parameter in filter(is_parameter, jax.tree.leaves(part, is_leaf=is_parameter)):
-            if owner := owners.get(id(parameter)):
-                share = (
-                    f"layers {owner!r} and {name!r} share" if owner != name else f"parts of the layer {name!r} share"
-                )
-                raise TypeError(
-                    f"the {share} a parameter, and the network would have two of it. Use one layer twice, or write the "
-                    "network as a function of nodes, with the parameter in both."
-                )
-            owners[id(parameter)] = name
-        if jax.tree.leaves(made.params):
-            params[name] = made.params
+    if same := tied({name: part for name, part, _ in found}):
+        raise TypeError(
+            f"{' and '.join(same)} are one parameter, and the network would have two of it. Use one layer twice, or "
+            "write the network as a function of nodes, with the parameter in both."
+        )
+    params = {name: made.params for name, _, made in found if jax.tree.leaves(made.params)}
     layers = tuple(NamedLayer(name, made.kind, made.apply, _paths(made.params)) for name, _, made in found)
     network = Sequential(layers, loss, found[0][2].tokens)
     if x is not None:
         require_equal(network, params, model, x)
     return network, params
+
+
+def tied(tree: Any) -> list[str]:
+    """Where one `nnx.Param` stands twice in a pytree of modules, which JAX takes for two; empty if none does."""
+    paths: dict[int, list[str]] = {}
+    is_parameter = lambda x: isinstance(x, nnx.Param)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_parameter):
+        if is_parameter(leaf):
+            paths.setdefault(id(leaf), []).append(jax.tree_util.keystr(path))
+    return next((same for same in paths.values() if len(same) > 1), [])
 
 
 def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nnx.Sequential:

@@ -217,8 +217,8 @@ NO_LAYERS = [
     ((nnx.Dropout(0.5, rngs=nnx.Rngs(0)),), "no Dropout that drops: make it deterministic"),
     ((inner, NORM_INSIDE), NORM_WORDS),
     ((LSTM,), "the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got LSTMCell"),
-    (sharing(), "'0_dense' and '2_dense' share a parameter"),
-    ((sharing_within(),), "parts of the layer '0_recurrent' share a parameter"),
+    (sharing(), r"\['0_dense'\]\.kernel and \['2_dense'\]\.kernel are one parameter"),
+    ((sharing_within(),), r"cell\.dense_h\.kernel and \['0_recurrent'\]\.cell\.dense_i\.kernel are one parameter"),
     *[((way,), "holds a module, (Linear|List|Param)") for way in WAYS],
 ]
 
