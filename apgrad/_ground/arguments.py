@@ -22,12 +22,6 @@ def nearest(name: Any, names: Collection[str]) -> str:
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "no name is known."
 
 
-def number_of(name: Any, names: Sequence[str], what: str) -> int:
-    if name not in names:
-        raise ValueError(f"there is no {what} {name!r}; {nearest(name, names)}")
-    return names.index(name)
-
-
 def whole(what: str, value: Any, least: int = 1, most: float = math.inf) -> int:
     try:
         found = least - 1 if isinstance(value, bool) else operator.index(value)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from apgrad._programs.jaxprs import is_inexact
+
 
 def zero_with_gradient(x: jax.Array) -> jax.Array:
     """An array of zeros whose derivatives, of any order, are the derivatives of `x`.
@@ -55,20 +57,13 @@ def refuse_second_derivative(tree: Any, reason: str) -> Any:
 
 
 def _refuse(primitive, tree, reason):
-    def refuse(leaf):
-        inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        return primitive.bind(jnp.asarray(leaf), reason=reason) if inexact else leaf
-
+    refuse = lambda leaf: primitive.bind(jnp.asarray(leaf), reason=reason) if is_inexact(leaf) else leaf
     return jax.tree.map(refuse, tree)
 
 
 def refuse_message(tree: Any, reason: str) -> Any:
     """Returns the pytree; a message to it that anybody uses raises `TypeError(reason)`; in forward mode it is NaN."""
-
-    def refuse(leaf):
-        inexact = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return _refuse_message_p.bind(leaf, reason=reason) if inexact else leaf
-
+    refuse = lambda x: _refuse_message_p.bind(x, reason=reason) if isinstance(x, jax.Array) and is_inexact(x) else x
     return jax.tree.map(refuse, tree)
 
 

@@ -256,9 +256,8 @@ def _chooser(sampler: Any, through: Any, min_size: int, seen: Largest) -> Choice
                 chosen = through
             case = "exact" if chosen is None else "sampled"
         seen[case] = max(seen.get(case, (0, "")), (of_all_steps, coefficient.name))
-        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
-        larger = chosen is not None and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes
+        larger = chosen is not None and nbytes(fitted(chosen, coefficient), coefficient) > coefficient.nbytes
         return None if larger else chosen
 
     return chooser

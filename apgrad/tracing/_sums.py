@@ -54,11 +54,9 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
         return value
     if semiring.kind == "add":
         return tuple(jnp.sum(x, axis=axes, dtype=x.dtype) for x in value)
-    shape, dtype = jnp.shape(value[0]), dtype_of(value)
+    shape = jnp.shape(value[0])
     rest = tuple(i for i in range(len(shape)) if i not in axes)
     count, remaining = math.prod(shape[i] for i in axes), tuple(shape[i] for i in rest)
-    if count == 0:
-        return zeros(semiring, remaining, dtype)
     if semiring.kind == "max":
         best, lost = jnp.max(value[0], axis=axes), jnp.any(jnp.isnan(value[0]), axis=axes)
         return (jnp.where(lost, jnp.nan, best),)  # XLA's maximum on a CPU may pass over NaN
@@ -100,8 +98,6 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     index = jnp.where((index >= 0) & (index < size), index, size).ravel()
     value, dtype = tuple(x.ravel() for x in value), dtype_of(value)
     result = zeros(semiring, (size,), dtype)
-    if index.size == 0:
-        return result
     added = lambda n: tuple(r.at[index].add(x, mode="drop") for r, x in zip(result[:n], value[:n], strict=True))
     if semiring.kind == "add":
         return added(len(value))
@@ -152,8 +148,6 @@ def contract(
         product = lambda a, b: jnp.einsum(rule, a, b, precision=precision)
         return bilinear(semiring, semiring.lift(weight), message, product)
     size = (columns, rows) if swapped else (rows, columns)
-    if 0 in (batch, count, *size):
-        return zeros(semiring, (batch, *size), dtype_of(message))
 
     def products(left, right):
         along = lambda value, axis: tuple(jnp.expand_dims(x, axis) for x in value)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from apgrad._ground.arguments import integers, number_of
+from apgrad._ground.arguments import integers, nearest
 from apgrad._programs import jaxprs
 from apgrad.tracing._influence import Influence, PathKind, at_depth, influence_in, require_options
 from apgrad.tracing._interpreter import Context
@@ -131,7 +131,10 @@ class Trace:
 
     def _read(self, parameter, index, semiring, count):
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
-        number = number_of(parameter if parameter in self.parameters else short, self.parameters, "parameter")
+        name = parameter if parameter in self.parameters else short
+        if name not in self.parameters:
+            raise ValueError(f"there is no parameter {name!r}; {nearest(name, self.parameters)}")
+        number = self.parameters.index(name)
         if semiring.name not in self._readers:
             self._readers[semiring.name] = Reader(Context(semiring), self._compiled)
         reader, loss = self._readers[semiring.name], self._loss
