@@ -18,9 +18,10 @@ and to the rule's own state is cut to 4 times the typical task's, or to half of 
 weights for levels of such clipping, up to none, by what repeats from outer step to outer step (`ap.multilevel`).
 
 All methods have the same tasks in an outer step, rates of Adam and seeds, but for total propagation, whose lanes are as
-many noisy unrolls of one task; those that perturb have the same deviations.
-Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the
-processor time of a step without compilation: the median over stretches, divided by the trainings that a program makes.
+many noisy unrolls of one task; those that perturb have the same deviations. Shown is the best rate and deviation by the
+mean over seeds, on the tasks that also judge, after the seconds of the shortest training; a threshold is looked for in
+the whole of each. Seconds are steps times the processor time of a step without compilation: the median over stretches,
+divided by the trainings that a program makes.
 
 *What was found.* Short segments win, and the bias of truncation does the rule no visible harm; in influence balancing
 it diverges, as its sign is wrong up to K = 50. From the chaotic start all tasks explode alike, and a cut at 4 times the

@@ -3,10 +3,11 @@ Appendix B).
 
     phi_{t+1} = M phi_t + dt C_t(theta) * phi_t,    L = mean_t |phi_t - target_t|^2
 
-on a grid of 33 x 33, with dt = 1/4096. A reverse pass needs of each state phi_t two things: dL/dphi_t = 2 (phi_t -
-target_t) dx^2 / T, and the coefficient of C_t in the next step, dt phi_t. Equation 8 samples each independently of
-the other: k of the grid's points, times d/k. (With one sample for both, as in the published code, and without the
-factor, the expectation is about f^2 times the gradient, and its errors correlate.) Messages and C_t are computed anew.
+on a grid of 33 x 33, of whose points the square is the mean, with dt = 1/4096. A reverse pass needs of each state phi_t
+two things: dL/dphi_t = 2 (phi_t - target_t) / (33^2 T), and the coefficient of C_t in the next step, dt phi_t.
+Equation 8 samples each independently of the other: k of the grid's points, times d/k. (With one sample for both, as in
+the published code, and without the factor, the expectation is about f^2 times the gradient, and its errors correlate.)
+Messages and C_t are computed anew.
 
     python -m experiments.rad_pde
     python -m experiments.rad_pde --preset paper
