@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.arguments import per_axis
 from apgrad._ground.messages import Static
@@ -16,7 +17,7 @@ from apgrad._ground.propagator import Propagator, node
 
 
 def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> jax.Array:
-    """The largest entry of each window, without padding; a window's place takes a byte, or two if it has many entries.
+    """The largest entry of each window, without padding; a window's place takes a byte, or more if it has many entries.
 
     It is (n, rows, columns, channels). Of equal entries the first one gets the message, as in JAX.
 
@@ -36,7 +37,7 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
     strides = window if strides is None else per_axis("the strides of max_pool", strides, x.shape)
     if x.ndim != 4 or any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
         raise ValueError(wrong)
-    small = jnp.uint8 if math.prod(window) <= 2**8 else jnp.uint16
+    small = np.min_scalar_type(math.prod(window) - 1)
 
     def windows(x):
         high, wide = (n - k + 1 for n, k in zip(x.shape[1:3], window, strict=True))  # of the places of a window
