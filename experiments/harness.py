@@ -436,9 +436,7 @@ def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
     found = _read(path)
     if found != wanted:
         different = [f"  {name}: {a!r} there, {b!r} now\n" for name, a, b in _differences(found, wanted)]
-        words = (
-            "Go on with the same configuration, choose another folder with --out, or delete this one to begin again."
-        )
+        words = "Go on with the same configuration, choose another folder with --out, or delete this to begin again."
         raise SystemExit(f"{folder} holds a run with another configuration:\n{''.join(different)}{words}")
 
 

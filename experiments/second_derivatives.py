@@ -94,9 +94,7 @@ def exact(family: str, graph: str, order: int, theta: float = THETA) -> float:
         return float(jax.jit(derivative)(jnp.float64(theta)))
 
 
-def estimate(
-    family: str, graph: str, order: int, estimator: Any, lanes: int = 1000
-) -> Callable[[jax.Array], jax.Array]:
+def estimate(family: str, graph: str, order: int, estimator: Any, lanes: int = 1000) -> Callable[..., jax.Array]:
     """`key -> an estimate of exact(...)`."""
     derivative = ap.expectation(program(family, graph, estimator), lanes)
     for _ in range(order):

@@ -179,9 +179,7 @@ def judged_cell(config: Any, cell: Any, outer: Any, optimizer: Any, theta: Any, 
     return judged_training(outer, optimizer, theta, seed, config.steps, config.points, judge, checkpoint)
 
 
-def evaluation(
-    task: meta.Task, learner: Any, seed: int, runs: int, steps: int, measure: Any = None
-) -> Callable[..., Any]:
+def evaluation(task: meta.Task, learner: Any, seed: int, runs: int, steps: int, measure: Any = None) -> Callable:
     """`(theta, prior=None) -> measures (runs, steps + 1, ...)`, by default held-out losses; one jitted program.
 
     The tasks are the same for every learner.

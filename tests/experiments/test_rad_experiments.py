@@ -240,6 +240,8 @@ def test_one_draw_by_messages_has_the_least_variance(positive):
 
 def test_variance_is_constant_in_depth_or_exponential(run):
     rows = run(rad_paths, "--depths 2 8 --samples 2 --estimates 1500")["rows"]
+    for row in (row for row in rows if row["depth"] == 2):  # deep graphs have paths that estimates do not meet
+        assert abs(row["sampled_variance"] / row["relative_variance"] - 1) < 0.25, row
     noise = {(row["graph"], row["draw"], row["depth"]): row["relative_variance"] for row in rows}
     assert noise["independent", "uniform", 8] < 3 * noise["independent", "uniform", 2]
     for draw in rad_paths.DRAWS:
