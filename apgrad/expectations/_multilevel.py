@@ -28,7 +28,7 @@ import numpy as np
 
 from apgrad._ground.arguments import meets, noted, number
 from apgrad._ground.messages import tuple_of
-from apgrad._ground.norms import largest, real_dtype
+from apgrad._ground.norms import real_dtype, scaled_norm
 from apgrad.expectations._adaptive import Adaptive, require_state
 from apgrad.expectations._lanes import over
 
@@ -103,14 +103,13 @@ def multilevel(
         values, gradients = jax.vmap(each)(jnp.asarray(levels, jnp.float32))
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
         found = jax.tree.map(lambda x: x[1:] - x[:-1], _wide(gradients))
-        most = jax.vmap(lambda x: jnp.max(jnp.abs(x), initial=0))
-        size = largest([most(x) for x in jax.tree.leaves(found)])
-        usable = jnp.isfinite(size) & (size > 0)
+        size, norm = jax.vmap(scaled_norm)(found)
+        usable = jnp.isfinite(norm) & (norm > 0)
         scale = jnp.where(usable, size, 1)
         unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim), 0)
         scaled = jax.tree.map(unit, found)
-        length = jnp.where(usable, jnp.log(scale) + jnp.log(jnp.where(usable, _dot(scaled, scaled), 1)) / 2, -jnp.inf)
-        return value, first, scaled, length, ~jnp.isfinite(size), jnp.log(scale)
+        length = jnp.where(usable, jnp.log(scale) + jnp.log(jnp.where(usable, norm, 1)), -jnp.inf)
+        return value, first, scaled, length, ~jnp.isfinite(norm), jnp.log(scale)
 
     def advance(state, scaled, length, lost, log_scale):
         """The differences, none longer than the typical one, and the next state."""

@@ -126,8 +126,5 @@ def _impossible(distribution, value, behaviour):
     """Where a value is outside of the support, or the log-density of a discrete one above 0 by more than rounding."""
     discrete = supports.is_discrete(distribution, jax.random.key(0))
     wrong = behaviour > 0.01 if discrete else jnp.zeros(behaviour.shape, bool)
-    try:
-        support = distribution.support
-    except (AttributeError, NotImplementedError, AssertionError):  # NumPyro asserts that what it wraps has one
-        return wrong
+    support = supports.declared(distribution, "support")
     return wrong if support is None else wrong | ~jnp.broadcast_to(support(value), wrong.shape)

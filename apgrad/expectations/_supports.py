@@ -60,13 +60,17 @@ def folds(part) -> bool:
     return any(isinstance(transform, transforms.AbsTransform) for transform in transforms_of(part))
 
 
-def constraint_of(thing, name):
-    """The constraint of this name, without the number of its event's axes; None if there is none."""
-    constraint: Any
+def declared(thing: Any, name: str) -> Any:
+    """The constraint of this name, or None."""
     try:
-        constraint = getattr(thing, name, None)
+        return getattr(thing, name, None)
     except (NotImplementedError, AssertionError):  # NumPyro asserts that what it wraps has a support
         return None
+
+
+def constraint_of(thing, name):
+    """The constraint of this name, without the number of its event's axes; None if there is none."""
+    constraint = declared(thing, name)
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     half_lines = (constraints.nonnegative, constraints.softplus_positive)

@@ -151,7 +151,7 @@ def compare(
         raise ValueError("compare takes the exact gradient, truth=, or a reference to stand for it, not both")
     if reference is not None and reference not in objectives:
         raise ValueError(f"reference={reference!r} is none of the objectives, {list(objectives)}")
-    if truth is not None and not _finite(truth):
+    if truth is not None and not all(np.isfinite(x).all() for x in _real(truth)):
         raise ValueError(f"compare needs a truth that is finite, since nothing is near another, got {truth}")
     chunk = -(-num_estimates // rounds)
     keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
@@ -301,10 +301,6 @@ def _real(tree):
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
     both = [np.stack([np.real(x), np.imag(x)], axis=-1) if np.iscomplexobj(x) else x for x in leaves]
     return [x.astype(np.float64) for x in both]
-
-
-def _finite(tree):
-    return all(np.isfinite(x).all() for x in _real(tree))
 
 
 def _flat(tree, batch):

@@ -44,12 +44,11 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
     joint = log_joint(z)
     with distributions.standard_promotion():
         density = jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
-    if joint.shape != density.shape:
-        found = f"{joint.shape} for samples of shape {z.shape}, whose log-density has shape {density.shape}"
-        instead = "They must be the same: sum over what is one event, and declare the proposal's event by .to_event."
-        raise ValueError(f"{what}: log_joint returned shape {found}. {instead}")
-    with distributions.standard_promotion():
-        return joint - density
+        if joint.shape == density.shape:
+            return joint - density
+    found = f"{joint.shape} for samples of shape {z.shape}, whose log-density has shape {density.shape}"
+    instead = "They must be the same: sum over what is one event, and declare the proposal's event by .to_event."
+    raise ValueError(f"{what}: log_joint returned shape {found}. {instead}")
 
 
 def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
