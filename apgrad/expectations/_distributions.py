@@ -142,12 +142,13 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
 
-def _is_rounded(distribution: Any, shape, x, step: Any = 0.0):
+def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any, ...] = ()):
     """Whether samples, of this batch shape, lost to rounding what their score depends on.
 
     A sample near a location has, where neighbouring numbers may be more than a quarter of the scale there apart: `step`
     is four times their distance, as the inverses of transforms stretch it.
-    A sample of the unit interval or the simplex has, where NumPyro clipped it to keep it away from the ends.
+    A sample of the unit interval or the simplex has, where NumPyro clipped it to keep it away from the ends. Of Beta
+    and Dirichlet it has not (`_WithEnds`), if the inverses of the transforms `around` find the end again.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
@@ -157,12 +158,22 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0):
     rounded, step = jnp.zeros(shape, bool), at_least(step, x)
     while isinstance(distribution, _AROUND):
         distribution = distribution.base_dist
+    tiny, eps = float(jnp.finfo(x.dtype).tiny), float(jnp.finfo(x.dtype).eps)
+    of_gammas = [_keeps_log_prob(p, _OF_GAMMAS) for p in (distribution, *supports.components_of(distribution))]
+    high, low = x >= 1 - 4 * eps, x <= 1.0001 * tiny
+    for near, end in ((high, 1 - eps), (high, 1 - 2 * eps), (low, tiny)) if around and any(of_gammas) else ():
+        # No constant, which XLA would divide when it compiles, in another way.
+        start = moved = jnp.where(near, jnp.asarray(end, x.dtype), x)
+        for move in (*around, *(move.inv for move in reversed(around))):
+            moved = move(moved)
+        rounded |= within(near & (moved != start))
+    around = (*supports.transforms_of(distribution), *around)
     for move in reversed(supports.transforms_of(distribution)):
         rounded |= clipped(x) if isinstance(supports.constraint_of(move, "codomain"), _UNIT) else False
         x, step = jax.jvp(move.inv, (x,), (step,)) if isinstance(move, _SMOOTH_MOVES) else (move.inv(x), 0.0)
         x, step = lax.stop_gradient((x, at_least(step, x)))
     if isinstance(distribution, dist.TransformedDistribution):
-        return rounded | _is_rounded(distribution.base_dist, shape, x, step)
+        return rounded | _is_rounded(distribution.base_dist, shape, x, step, around)
     beside = isinstance(distribution, dist.MixtureSameFamily)  # whose components have an axis of their own
     for part in supports.components_of(distribution):
         rounded |= _is_rounded(part, shape, *(jnp.expand_dims(v, len(shape)) if beside else v for v in (x, step)))

@@ -168,6 +168,8 @@ COARSE = {
     "kumaraswamy": (lambda t: dist.Kumaraswamy(0.1, t), 0.1),
     "relaxed": (lambda t: dist.RelaxedBernoulli(0.1, logits=t), 0.0),
     "within [-1, 1]": (lambda t: _moved(dist.Normal(t, 1.0), TO_INTERVAL), 20.0),
+    "an end of a scaled beta": (lambda t: _moved(dist.Beta(1.0, t), Affine(0.0, 1.7)), 0.05),
+    "an end of a beta's power": (lambda t: _moved(dist.Beta(t, 1.0), dist.transforms.PowerTransform(0.7)), 0.02),
 }
 
 

@@ -559,6 +559,27 @@ def test_what_lanes_share_of_a_mixture_may_be_as_long_as_the_lanes():
     assert_gradient(lambda tape, theta: paid(draw)(tape, *theta), theta, truth, 4, 2000, cross_fit=True)
 
 
+class Linear(NamedTuple):
+    """A distribution of one's own, which holds what lanes share beside what is their own."""
+
+    x: jax.Array  # (lanes, 4)
+    shared: jax.Array  # (4, 4)
+
+    def rsample(self, key):
+        return self.x @ self.shared + jax.random.normal(key, self.x.shape)
+
+    def log_prob(self, y):
+        return -jnp.sum((y - self.x @ self.shared) ** 2, axis=-1) / 2
+
+    sample, has_rsample = rsample, True
+
+
+def test_what_a_distribution_of_ones_own_shares_may_be_as_long_as_the_lanes():
+    x = jnp.array([[1.0, 0.0, 2.0, -1.0], [0.5, 1.0, 1.0, 1.0], [-1.0, 1.0, 0.0, 2.0], [1.0, 1.0, -0.5, 0.0]])
+    program = paid(lambda tape, w: ap.sample(tape, Linear(x, w), ap.total_propagation()), lambda y: jnp.sum(y**2, -1))
+    assert_gradient(program, jnp.eye(4), x.T @ x / 2, 4, 2000, cross_fit=True)
+
+
 @pytest.mark.parametrize("cross_fit", [True, False])
 def test_where_shard_map_checks_what_varies_is_an_error(cross_fit):
     node = ap.stochastic(PUBLISHED)(lambda theta, x: dist.Normal(theta * x, 1.0))

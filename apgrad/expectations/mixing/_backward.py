@@ -30,6 +30,7 @@ from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, nested, place, trace
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold, over
+from apgrad.expectations._programs.dependence import dependence
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments
 from apgrad.expectations.weights import Weighting
@@ -194,7 +195,8 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
 
     An array that lanes share may have a first axis of that length by chance, and would be biased in folds; one that
     counts as shared is mixed rightly in any case. NumPyro's have all axes of the batch, of each distribution its own:
-    those in a mixture may lack the lanes, or have the axis of components first. Transforms may hold anything.
+    those in a mixture may lack the lanes, or have the axis of components first. Transforms may hold anything, and so
+    may a distribution of the user's: see `surely_led`.
     """
     wrappers = transforms.ComposeTransform | transforms.IndependentTransform
     one_transform = lambda x: isinstance(x, transforms.Transform) and not isinstance(x, wrappers)
@@ -218,6 +220,14 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
         return found
 
     return tuple(led_in(distribution, len(getattr(distribution, "batch_shape", shape[:1]))))
+
+
+def surely_led(led: Sequence[bool], pull: Any, to_x: Any, to_zeros: Any) -> tuple[bool, ...]:
+    """Those of the arrays whose message of a lane is made of messages to that lane alone, as the program shows."""
+    program, answers = trace(pull, to_x, to_zeros)
+    inputs: list[Any] = [{"messages": {0: 0}}] * len(program.jaxpr.invars)
+    found = jax.tree.structure(answers).unflatten(dependence(program, inputs))
+    return tuple(flag and all(answer[i] in ({}, inputs[0]) for answer in found) for i, flag in enumerate(led))
 
 
 def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None = None) -> jax.Array:

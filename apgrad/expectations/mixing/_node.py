@@ -16,7 +16,7 @@ from apgrad._ground.messages import Static
 from apgrad._ground.port import beside, port
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
-from apgrad.expectations import _channels as channels
+from apgrad.expectations import _channels as channels, _supports as supports
 from apgrad.expectations._cross_fitting import STREAM, at_hand, both_streams, weighing_node
 from apgrad.expectations._ports import NUMBER, SEED, Port
 from apgrad.expectations._tape import Tape
@@ -109,6 +109,8 @@ def draw_batch_by_mixer(
         (x, zeros), pull = _surrogates(mixer, distribution, key)
         shape = jnp.shape(x)
         led = ways.led_by_lanes(distribution, lanes, shape)
+        if not all(type(part).__module__.startswith("numpyro.") for part in supports.all_parts_of(distribution)):
+            led = ways.surely_led(led, pull, x, zeros)
         if not any(led):
             shapes = [jnp.shape(p) for p in jax.tree.leaves(distribution)]
             raise ValueError(

@@ -17,7 +17,6 @@ score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives have the mea
 Plates that subsample draw one minibatch for all lanes, so that a baseline is the mean of the same data's costs.
 """
 
-import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from apgrad._programs.jaxprs import nested, trace
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
-from apgrad.expectations._programs.leading_axes import moved_axis
+from apgrad.expectations._programs.dependence import agree, dependence
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import base
@@ -165,44 +164,20 @@ def _causes(run, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     leaves, structure = jax.tree.flatten(shapes)
     facts = [
         {name: {dim: dim for dim, axis in axes.items() if axis - x.ndim == dim} for name, axes in fact.items()}
-        for fact, x in zip(flow(program, inputs, _depends, _agree, lambda _: {}), leaves, strict=True)
+        for fact, x in zip(dependence(program, inputs), leaves, strict=True)
     ]
     direct, of_costs = jax.tree.unflatten(structure, facts)
 
     def by_way_of(fact, further):
         for near, dims in fact.items():
             far = {name: dict(dims.items() & on.items()) for name, on in further[near].items() if name != near}
-            fact = _agree(fact, far)
+            fact = agree(fact, far)
         return fact
 
     further = direct
     for _ in values:  # a chain of choices is no longer than there are choices
         further = {name: by_way_of(fact, further) for name, fact in direct.items()}
     return {name: by_way_of(fact, further) for name, fact in of_costs.items()}
-
-
-def _agree(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What depends on two arrays depends on the choices of both, along the axes that both have in one place."""
-    both = {name: dict(one[name].items() & other[name].items()) for name in one.keys() & other.keys()}
-    return one | other | both
-
-
-def _depends(eqn, facts):
-    """What an equation's outputs depend on: all inputs, but for calls, which are looked into."""
-    inside = nested(eqn)
-    if inside is not None and inside.kind not in ("scan", "while", "cond"):
-        return None
-
-    def moved(number, axes, shape):
-        before = eqn.invars[number].aval.shape
-        found = {} if inside else {dim: (moved_axis(eqn, number, axis), before[axis]) for dim, axis in axes.items()}
-        return {dim: to for dim, (to, size) in found.items() if to is not None and shape[to : to + 1] == (size,)}
-
-    def of_output(shape):
-        found = [{name: moved(n, axes, shape) for name, axes in fact.items()} for n, fact in enumerate(facts)]
-        return functools.reduce(_agree, found, {})
-
-    return [of_output(v.aval.shape) for v in eqn.outvars]
 
 
 class _Site(NamedTuple):
