@@ -198,7 +198,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     costs = {how: np.array([r[how] for r in results]) - base[how] for how in OUTCOMES}
     alike = [(c, measured[:, -1, c] == width) for c, width in itertools.product(range(3), WIDTHS)]
     for (k, m), (how, cost) in itertools.product(enumerate((*MEASURES, "width")), costs.items()):
-        found = {"": [correlation(*each) for each in zip(measured[:, k], cost, strict=True)]}
+        found: dict[str, Any] = {"": [correlation(*each) for each in zip(measured[:, k], cost, strict=True)]}
         if m != "width" and any(sum(own) > 2 for _, own in alike):
             found[" at equal width"] = at_equal_width(measured[:, k], cost, alike)
         for where, each in found.items():
