@@ -274,8 +274,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         label = f"{samples}, {draw}: {factor:.2f} a layer"
         ax.plot(depths, exact, f"C{i}o{line}", label=label)
         ax.plot(depths, sampled, f"C{i}x")
-        ax.set(yscale="log", xlabel="depth", title=graph)
-        ax.legend(title="edges drawn at a vertex")
+        ax.set(yscale="log", xlabel="depth", title=graph, ymargin=0.6)
+        ax.legend(title="edges drawn at a vertex", title_fontsize=7)
     axes[0].set_ylabel("variance / squared gradient")
     return harness.Report({"variance_factor_of_a_layer": growth}, rows, harness.table(rows, *rows[0]), figure)
 
