@@ -70,6 +70,7 @@ def credit(
         ledger.ports |= asked
         if parts:
             ledger.declared["scoring parts"] = name
+        mark(zero, Mark.SCORE, zero.ndim)
         if others:
             ledger.declared["baselined"] = name
             if weighed is None:  # else the lanes' own values are given from outside

@@ -55,7 +55,7 @@ def expectation(
 
     Raises:
       ValueError: at trace time, for lanes that are not a positive integer, no costs, a tape that is not the last, or
-        costs that mix the lanes (or parts) of what a score estimator drew, as a mean over lanes does.
+        costs or later choices that mix the lanes (or parts) of what a score estimator drew, as a mean over lanes does.
       TypeError: at trace time, for a program that does not return its tape or a key that is none.
 
     Example:
@@ -286,17 +286,17 @@ def _require_parts(plan, ledger):
 
 
 def _require_own_costs(program, plan, ledger):
-    """Raises a `ValueError` where a choice would pay for a cost that mixes all lanes, or parts."""
+    """Raises a `ValueError` where a choice acts on the costs, or on later choices, of all lanes, or of all parts."""
     scoring, parts = ledger.declared.get("scoring"), ("a part", "parts") if plan.data is None else ("a datum", "data")
     sizes = plan.lanes, max(ledger.parts, default=1)
     for axis, (one, they) in enumerate([("a lane", "lanes"), parts]):
-        if scoring and sizes[axis] > 1 and mixes_entries(program, Mark.DRAWN, Mark.COST, axis):
+        if scoring and sizes[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.SCORE, Mark.COST), axis):
             raise ValueError(
-                f"a cost mixes what was drawn for the {sizes[axis]} {they}, by a sum or a mean over their axis or by "
-                f"broadcasting along another one, and {scoring} charges the choices of {one} with its own costs alone: "
-                f"the gradient would be wrong. Sum over another axis than that of the {they}, and leave the mean over "
-                f"{they} to ap.expectation. Where a statistic is meant as a constant, as a normalisation may be, give "
-                "jax.lax.stop_gradient of it."
+                f"a cost, or the log-density of a later choice, mixes what was drawn for the {sizes[axis]} {they}, by "
+                "a sum, a mean or a maximum over their axis or by broadcasting along another one, and "
+                f"{scoring} charges the choices of {one} with its own costs alone: the gradient would be wrong. Sum "
+                f"over another axis than that of the {they}, and leave the mean over {they} to ap.expectation. Where "
+                "a statistic is meant as a constant, as a normalisation may be, give jax.lax.stop_gradient of it."
             )
 
 

@@ -18,8 +18,10 @@ class Mark(enum.Enum):
 
     # At a score whose baseline is the mean over other lanes; the label: the node's name, and whether it is a `choose`.
     LEAVES_ONE_OUT = enum.auto()
-    # At samples that pay for later costs, and at costs; the label: 1 for those of lanes, 2 for those of their parts.
+    # At samples that pay for later costs, at log-densities of choices, and at costs; the label: 1 for those of lanes, 2
+    # for those of their parts.
     DRAWN = enum.auto()
+    SCORE = enum.auto()
     COST = enum.auto()
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
     # Where a branch of `parallel` begins, or all have ended; the label: the fork, and the branch's number or None.

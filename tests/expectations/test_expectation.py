@@ -416,6 +416,8 @@ OF_ALL_LANES = {
     "broadcast": lambda x: ((x[:, :1] - x[:, 1]) ** 2).mean(1),
     "in a loop": lambda x: jax.lax.scan(lambda x, _: (x - x.mean(0), x[:, 0]), x, length=3)[1].sum(0),
     "in a branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x - x.mean(0), jnp.sin, x)[:, 0],
+    "largest": lambda x: x[:, 0] / x.max(),
+    "less the median": lambda x: x[:, 0] - jnp.median(x[:, 0]),
     "statistics": lambda x: x @ jnp.concatenate([x.mean(0), x.std(0)])[2:6],
 }
 OF_ONE_LANE = {
@@ -462,6 +464,19 @@ def test_a_sum_over_lanes_is_refused_where_the_choice_was_made_long_before_and_o
     for first, second in ((scored, scored), (scored, pathwise), (pathwise, scored)):
         refused(ValueError, "drawn for the 6 lanes", trace_program, first, second, lambda y, x: y.mean())
     trace_program(pathwise, scored, lambda y, x: x.mean())  # which the scored choice does not change
+
+    def trace_mean_field(first, second, of_lanes=jnp.mean):
+        def program(tape, theta):
+            tape, x = step(first)(tape, theta, jnp.ones(6))
+            tape, y = step(second)(tape, theta, jnp.full(6, of_lanes(x)))
+            return tape.cost(y)
+
+        jax.eval_shape(ap.expectation(program, 6), KEY, 0.3)
+
+    for second in (scored, pathwise, ap.total_propagation):
+        refused(ValueError, "log-density of a later", trace_mean_field, scored, second)
+        trace_mean_field(pathwise, second)
+    trace_mean_field(scored, scored, lambda x: jax.lax.stop_gradient(x.mean()))
 
     def chosen(tape, theta):
         coins = dist.Bernoulli(logits=jnp.full(6, theta))

@@ -174,22 +174,22 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
     return flow(program, list(axes), transfer, join, lambda _: None)[0] == SUM
 
 
-def mixes_entries(program: Program, start: enum.Enum, end: enum.Enum, axis: int) -> bool:
-    """Whether, of what is marked at the start, entries along an axis act on other entries of what is marked at the end.
+def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...], axis: int) -> bool:
+    """Whether, of what is marked at the start, entries along an axis act on other entries of what is marked later.
 
     Marks count whose label, a number of axes, says that they have the axis. The walk ends at `lax.stop_gradient` and at
     comparisons: what comes of them is a constant to whoever differentiates. None is the fact of what is not known, and
-    MIXED of what is a sum over the axis, or of two operands with different axes, for sure.
+    MIXED of what is made of all entries, as a sum over the axis, or of two operands with different axes.
     """
     found = False
 
     def transfer(eqn, facts):
         nonlocal found
         name, params = eqn.primitive.name, eqn.params
-        if name == "mark" and params["kind"] in (start, end) and params["label"] > axis:
+        if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
+            found |= facts[0] not in (None, axis)
             if params["kind"] is start:
                 return [axis]
-            found |= facts[0] not in (None, axis)
         if nested(eqn) is not None:
             return None
         along = [n for n, fact in enumerate(facts) if fact not in (None, MIXED)]
@@ -197,7 +197,7 @@ def mixes_entries(program: Program, start: enum.Enum, end: enum.Enum, axis: int)
             made = None
         elif MIXED in facts:
             made = MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
-        elif _sums(eqn, facts):
+        elif _of_all(eqn, facts):
             made = MIXED
         else:
             axes = {moved_axis(eqn, n, facts[n]) for n in along}
@@ -217,11 +217,11 @@ _OF_EVERY_ENTRY = kinds.ELEMENTWISE | kinds.SAME_VALUE | kinds.VIEW | kinds.PROD
 _OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "reduce_sum", "select_n", "slice", "split"}
 
 
-def _sums(eqn, facts) -> bool:
-    """Whether an equation adds up the entries along the axes that are its operands' facts."""
+def _of_all(eqn, facts) -> bool:
+    """Whether an equation makes one number, or each, of the entries along the axes that are its operands' facts."""
     name, params = eqn.primitive.name, Parameters(eqn)
     if name == "dot_general":
         return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)
-    if name == "reduce_sum":
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
         return facts[0] in params["axes"]
-    return name.startswith("cum") and facts[0] == params["axis"]
+    return (name == "sort" or name.startswith("cum")) and params[_ALONG[name]] in facts
