@@ -176,7 +176,8 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         return rounded | _is_rounded(distribution.base_dist, shape, x, step, around)
     beside = isinstance(distribution, dist.MixtureSameFamily)  # whose components have an axis of their own
     for part in supports.components_of(distribution):
-        rounded |= _is_rounded(part, shape, *(jnp.expand_dims(v, len(shape)) if beside else v for v in (x, step)))
+        inside, step_inside = (jnp.expand_dims(v, len(shape)) if beside else v for v in (x, step))
+        rounded |= _is_rounded(part, shape, inside, step_inside)
     if isinstance(distribution, _LOC_SCALE):
         scale = width = distribution.scale
     elif isinstance(distribution, dist.MultivariateNormal | dist.MultivariateStudentT):
