@@ -179,7 +179,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
 
     Marks count whose label, a number of axes, says that they have the axis. The walk ends at `lax.stop_gradient` and at
     comparisons: what comes of them is a constant to whoever differentiates. None is the fact of what is not known, and
-    MIXED of what is made of all entries, as a sum over the axis, or of two operands with different axes.
+    MIXED of what is made of all entries, as a sum over the axis, or of two operands with different axes. A mask or a
+    diagonal that leaves an entry with its own alone is not seen.
     """
     found = False
 
