@@ -1,7 +1,8 @@
 """What becomes of one axis in a program: which marks have it from outside, and what is a sum over it.
 
 The walk follows that axis, through elementwise functions, products with a matrix, transpositions, and forgets it where
-an equation does something else with it. So what is found is sure, and something may be missed.
+an equation does something else with it. So something may be missed, and what is found is sure, apart from masks and
+diagonals in `mixes_entries`.
 """
 
 import enum
