@@ -188,7 +188,7 @@ def lane_costs(
 ) -> jax.Array:
     """Each lane's sum of costs, (lanes,). Lanes whose number has a bit at a value, `disturbed`, draw other samples."""
     key, run = require_key("the key", key), lambda tape: program(tape, *args)
-    plan, ledger = make_plan(run, TapePlan(lanes), False, key)
+    plan, ledger = make_plan(run, TapePlan(lanes), False, key, own_costs=False)
     return run_program(run, Ledger(first=ledger), plan._replace(disturbed=disturbed), False, key)[0]._total
 
 
@@ -229,8 +229,13 @@ def run_program(
     return tape, aux
 
 
-def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[TapePlan, Ledger]:
-    """The tape's plan, by what nodes ask for in an abstract trace, and its ledger; sites are counted if not None."""
+def make_plan(
+    run: Run, plan: TapePlan, has_aux: bool, key: jax.Array, own_costs: bool = True
+) -> tuple[TapePlan, Ledger]:
+    """The tape's plan, by what nodes ask for in an abstract trace, and its ledger; sites are counted if not None.
+
+    Costs that mix lanes are refused, unless `own_costs` is False.
+    """
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
     collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._key)
@@ -248,7 +253,8 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
         mixed = f"{done['weighing']} mixes it with pathwise derivatives, which do not fade. Use likelihood_ratio()."
         raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
     require_apart(collected)
-    _require_own_costs(collected, plan, ledger)
+    if own_costs:
+        _require_own_costs(collected, plan, ledger)
     if "baselined" in done:
         _warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
