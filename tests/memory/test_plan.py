@@ -136,7 +136,7 @@ def test_what_an_exhaustive_search_keeps_the_planner_keeps():
     """All sets of hidden layers that stay, of five layers of unequal widths."""
     sizes = (16, 64, 16, 128, 16, 16)
     ws, x = [normal(i, *pair) / 4 for i, pair in enumerate(itertools.pairwise(sizes))], normal(99, 256, 16)
-    ((where, plan),) = recorded(mlp, (ws, x), range(2), 16)
+    [(where, plan)] = recorded(mlp, (ws, x), range(2), 16).items()
     number = {v: i for i, v in enumerate(v for eqn in plan.forward.jaxpr.eqns for v in eqn.outvars)}
     hidden = [number[s.var] for s in plan.slots if s.how == "sampled" and s.var in number]
     assert len(hidden) == 5
