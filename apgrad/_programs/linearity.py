@@ -40,7 +40,7 @@ def _through(eqn, facts):
         numbers = LINEAR_IN.get(name, range(first, len(facts)))
         values = [facts[i] for i in numbers]
         others = [fact for i, fact in enumerate(facts) if i not in numbers]
-        values += [CONSTANT] * bool(eqn.params.get("fill_value"))  # which a gather adds at places out of bounds
+        values += [CONSTANT] * bool(eqn.params.get("fill_value"))  # a gather puts it at places out of bounds
         inexact = all(inexact_outputs(eqn))
         if LINEAR in facts:
             made = OTHER if LINEAR in others or CONSTANT in values or not inexact else LINEAR

@@ -162,7 +162,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     of_gammas = [_keeps_log_prob(p, _OF_GAMMAS) for p in (distribution, *supports.components_of(distribution))]
     high, low = x >= 1 - 4 * eps, x <= 1.0001 * tiny
     for near, end in ((high, 1 - eps), (high, 1 - 2 * eps), (low, tiny)) if around and any(of_gammas) else ():
-        # No constant, which XLA would divide when it compiles, in another way.
+        # An end is no constant here: XLA would move it when it compiles, and round it in another way than samples.
         start = moved = jnp.where(near, jnp.asarray(end, x.dtype), x)
         for move in (*around, *(move.inv for move in reversed(around))):
             moved = move(moved)

@@ -253,7 +253,7 @@ def make_plan(
         mixed = f"{done['weighing']} mixes it with pathwise derivatives, which do not fade. Use likelihood_ratio()."
         raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
     require_apart(collected)
-    if own_costs:
+    if own_costs and "scoring" in done:
         _require_own_costs(collected, plan, ledger)
     if "baselined" in done:
         _warn_of_mixed_data(collected, lanes)
@@ -293,10 +293,10 @@ def _require_parts(plan, ledger):
 
 def _require_own_costs(program, plan, ledger):
     """Raises a `ValueError` where a choice acts on the costs, or on later choices, of all lanes, or of all parts."""
-    scoring, parts = ledger.declared.get("scoring"), ("a part", "parts") if plan.data is None else ("a datum", "data")
+    scoring, parts = ledger.declared["scoring"], ("a part", "parts") if plan.data is None else ("a datum", "data")
     sizes = plan.lanes, max(ledger.parts, default=1)
     for axis, (one, they) in enumerate([("a lane", "lanes"), parts]):
-        if scoring and sizes[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.SCORE, Mark.COST), axis):
+        if sizes[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.SCORE, Mark.COST), axis):
             raise ValueError(
                 f"a cost, or the log-density of a later choice, mixes what was drawn for the {sizes[axis]} {they}, by "
                 "a sum, a mean or a maximum over their axis or by broadcasting along another one, and "

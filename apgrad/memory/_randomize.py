@@ -156,7 +156,7 @@ def walked(function: Function, walk: Callable[..., Function]) -> Function:
 
         program, shape = pure.trace("ap.randomize", lambda given: function(*given[0], **given[1]), put, leaves)
         if not any(map(jaxprs.is_inexact, jax.tree.leaves(shape))):
-            return function(*args, **kwargs)  # to what no message comes
+            return function(*args, **kwargs)  # no message comes to integers
         outputs = walk(jaxprs.pruned(program), [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 

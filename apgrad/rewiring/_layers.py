@@ -135,7 +135,7 @@ def random_feedback(rule: str, key: Any) -> Callable[[ProgramSite], jax.Array]:
         require_one_layer(site)
         if not site.output.size:
             raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data")
-        # Not of ones, whose sums over more than 65504 inputs float16 does not have.
+        # The entries are small, since float16 has no number above 65504 for a sum of so many ones.
         x, w = (jnp.full(s.shape, 1 / 64, s.dtype) for s in site.inputs)
         deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 / 64
         return deviation.astype(w.dtype) * normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)

@@ -48,9 +48,17 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     if all(constant(value) is None for value in program.consts):
         return []
     either = lambda a, b: b if a is None else a
-    into, out = lambda a: a - 1 if a else None, lambda a: None if a is None else a + 1
-    flow(program, [], transfer, either, constant, into, out)
+    flow(program, [], transfer, either, constant, _of_a_step, _of_all_steps)
     return list(dict.fromkeys(found))
+
+
+def _of_a_step(fact):
+    """The fact of what a step of a scan takes of an array, which has one axis less: None if the axis is that one."""
+    return fact if not isinstance(fact, int) else fact - 1 if fact else None
+
+
+def _of_all_steps(fact):
+    return fact + 1 if isinstance(fact, int) else fact
 
 
 _BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "select_n"}
@@ -208,9 +216,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
 
     # What a loop hands on or a branch returns is mixed if it may be.
     join = lambda a, b: MIXED if MIXED in (a, b) else b if a is None else a
-    into = lambda a: a if a in (None, MIXED) else a - 1 if a else None
-    out = lambda a: a if a in (None, MIXED) else a + 1
-    flow(program, [None] * len(program.jaxpr.invars), transfer, join, lambda _: None, into, out)
+    flow(program, [None] * len(program.jaxpr.invars), transfer, join, lambda _: None, _of_a_step, _of_all_steps)
     return found
 
 
