@@ -14,7 +14,7 @@ import apgrad as ap
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from tests.cases import cases
-from tests.expectations.instruments import KEY, assert_gradient, visit
+from tests.expectations.instruments import KEY, assert_gradient, refused_program, traced, visit
 from tests.expectations.programs import coins, paid
 from tests.refusals import refused
 
@@ -44,47 +44,31 @@ def test_calls_without_jit_compile_nothing_again(estimator):
     assert 0 < compiled[1] == compiled[-1]
 
 
-def closed_over(step, theta, tape):
-    return jax.vmap(lambda a: step(tape, theta, jnp.zeros(4) + a), out_axes=(None, 0))(jnp.arange(3.0))[0]
-
-
-def scanned_inside(step, theta, tape):
-    each = lambda tape, a: jax.lax.scan(lambda t, _: step(t, theta, jnp.zeros(4) + a), tape, length=2)
-    return jax.vmap(each, (None, 0), (None, 0))(tape, jnp.arange(3.0))[0]
-
-
-def stacked(step, theta, tape):
-    def body(tape, _):
-        tape, x = step(tape, theta, jnp.zeros(4))
-        tape = tape.cost(x)
-        return tape, tape
-
-    return jax.lax.scan(body, tape, length=2)[1]
-
-
-def as_an_argument(step, theta, tape, out=None):
-    each = lambda tape, a: step(tape, theta, jnp.zeros(4) + a)
-    return jax.vmap(each, (None, 0), (out, 0))(tape, jnp.arange(3.0))[0]
-
-
+THREE = jnp.arange(3.0)
+# Programs of a tape and of a step(tape, a), in which a tape gets a batch axis.
 MAPPED = {
-    "as_an_argument": as_an_argument,
-    "as_an_argument_that_comes_back_mapped": functools.partial(as_an_argument, out=0),
-    "closed_over": closed_over,
-    "scanned_inside": scanned_inside,
-    "stacked": stacked,
-    "cost": lambda step, theta, tape: jax.vmap(lambda a: tape.cost(a * jnp.ones(4)))(jnp.arange(3.0)),
-    "compiled_cost": lambda step, theta, tape: jax.vmap(jax.jit(lambda a: tape.cost(a * jnp.ones(4))))(jnp.arange(3.0)),
-    "key": lambda step, theta, tape: jax.vmap(lambda _: tape.next_key()[0], out_axes=None)(jnp.arange(3.0)),
-    "made_by_hand": lambda step, theta, tape: jax.tree.map(lambda x: jnp.stack([x, x]), tape),
+    "an argument": lambda step, tape: jax.vmap(step, (None, 0), (None, 0))(tape, THREE)[0],
+    "an argument that comes back mapped": lambda step, tape: jax.vmap(step, (None, 0))(tape, THREE)[0],
+    "closed over": lambda step, tape: jax.vmap(lambda a: step(tape, a), out_axes=(None, 0))(THREE)[0],
+    "scanned inside": lambda step, tape: jax.vmap(
+        lambda tape, a: jax.lax.scan(lambda tape, _: step(tape, a), tape, length=2), (None, 0), (None, 0)
+    )(tape, THREE)[0],
+    "stacked": lambda step, tape: jax.lax.scan(lambda tape, a: (step(tape, a)[0],) * 2, tape, THREE)[1],
+    "cost": lambda step, tape: jax.vmap(lambda a: tape.cost(a * jnp.ones(4)))(THREE),
+    "compiled cost": lambda step, tape: jax.vmap(jax.jit(lambda a: tape.cost(a * jnp.ones(4))))(THREE),
+    "key": lambda step, tape: jax.vmap(lambda _: tape.next_key()[0], out_axes=None)(THREE),
+    "made by hand": lambda step, tape: jax.tree.map(lambda x: jnp.stack([x, x]), tape),
 }
 
 
 @pytest.mark.parametrize("estimator", ["rp", "tp"])
 @pytest.mark.parametrize("form", MAPPED)
 def test_a_tape_with_a_batch_axis_is_refused(estimator, form):
-    run = lambda tape, theta: MAPPED[form](stepper(estimator), theta, tape.cost(theta * jnp.ones(4)))
-    gradient = ap.grad(lambda *args: run(*args).cost(jnp.ones(4)), 4)
+    def program(tape, theta):
+        step = lambda tape, a: stepper(estimator)(tape, theta, jnp.zeros(4) + a)
+        return MAPPED[form](step, tape.cost(theta * jnp.ones(4))).cost(jnp.ones(4))
+
+    gradient = ap.grad(program, 4)
     for call, theta in ((gradient, 1.0), (jax.vmap(gradient, (None, 0)), jnp.ones(2))):
         refused(ValueError, "cannot have a batch axis", jax.eval_shape, call, KEY, theta)
 
@@ -93,26 +77,18 @@ def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
     flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))
 
     def program(tape, theta, within=lambda f: f):
-        found = {}
-
-        def draw(tape):
-            tape, found["x"] = flip(tape, theta)
-            return tape, None
-
-        def pay(tape):
-            x = found["x"].astype(jnp.float32)
-            return within(lambda tape: tape.cost(x))(tape), None
-
+        found = []
+        draw = lambda tape: (lambda tape, x: (tape, found.append(x)))(*flip(tape, theta))
+        pay = lambda tape: (within(lambda tape: tape.cost(found[0].astype(jnp.float32)))(tape), None)
         return tape.parallel(draw, pay)[0]
 
     nested = lambda tape, theta: tape.parallel(lambda t: (program(t, theta), None), lambda t: (t, None))[0]
     in_scan = lambda tape, theta: jax.lax.scan(lambda t, _: (program(t, theta), None), tape, length=2)[0]
     for wrong in (program, lambda t, theta: program(t, theta, jax.jit), nested, in_scan):
-        refused(ValueError, "made inside another branch", jax.eval_shape, ap.grad(wrong, 4), KEY, 0.3)
+        refused_program("made inside another branch", wrong, 0.3)
 
     def right(tape, theta):
-        shared = jnp.arange(4.0)
-        branch = lambda tape: (lambda tape, x: (tape.cost(shared * x.astype(jnp.float32)), x))(*flip(tape, theta))
+        branch = lambda tape: (lambda tape, x: (tape.cost(jnp.arange(4.0) * x.astype(float)), x))(*flip(tape, theta))
         tape, (x, y) = tape.parallel(branch, lambda tape: tape.parallel(branch, branch))
         return tape.cost((x + y[0] + y[1]).astype(jnp.float32))
 
@@ -157,12 +133,9 @@ def test_a_forward_mode_derivative_of_aux_is_nan_where_it_would_lack_the_choices
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator):
-    @ap.stochastic(ESTIMATORS[estimator]())
-    def step(p, x):
-        return dist.Normal(p["w"] * x if p["flag"] else 0 * x, float(range(1, 4)[p["n"]]))
-
-    program = paid(lambda tape, w: step(tape, {"w": w, "flag": True, "n": 0}, jnp.ones(4)))
-    jax.eval_shape(ap.grad(program, 4), KEY, 2.0)
+    make = lambda p, x: dist.Normal(p["w"] * x if p["flag"] else 0 * x, float(range(1, 4)[p["n"]]))
+    step = ap.stochastic(ESTIMATORS[estimator]())(make)
+    traced(paid(lambda tape, w: step(tape, {"w": w, "flag": True, "n": 0}, jnp.ones(4))), 2.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
@@ -254,8 +227,8 @@ WRONG = {
 
 
 def of_axes(cost=lambda b: b, parts=True, data=3, size=3):
-    program = coins(lambda tape, theta: jnp.broadcast_to(theta, (tape.lanes, size)), cost=cost, parts=parts)
-    return jax.eval_shape(ap.expectation(program, lanes=2, data=data), KEY, THETA)
+    logits = lambda tape, theta: jnp.broadcast_to(theta, (tape.lanes, size))
+    traced(coins(logits, cost=cost, parts=parts), THETA, lanes=2, data=data)
 
 
 def test_axes_that_do_not_fit_are_errors():
@@ -271,44 +244,42 @@ def test_a_baseline_that_mixes_data_is_named():
 
     words = r"choose_action \(likelihood_ratio\): the leave-one-out baseline .* other data\. Let lanes be samples"
     for transform in (lambda f: f, jax.jit):
-        objective = ap.expectation(paid(choose_action), lanes=6)
         with pytest.warns(UserWarning, match=words):
-            jax.eval_shape(transform(objective), KEY, THETA, jnp.arange(6.0))
-
-
-def test_a_typed_key_for_each_lane_is_given():
-    def program(tape, theta, keys):
-        tape, b = ap.sample(tape, dist.Bernoulli(logits=jnp.full(3, theta)), ap.likelihood_ratio())
-        return tape.cost(b.astype(jnp.float32) * jax.vmap(jax.random.normal)(keys))
-
-    jax.eval_shape(lambda: ap.expectation(program, lanes=3)(KEY, THETA, jax.random.split(KEY, 3)))
+            jax.eval_shape(transform(ap.expectation(paid(choose_action), 6)), KEY, THETA, jnp.arange(6.0))
 
 
 def test_a_choice_that_hands_something_on_is_charged_where_a_cost_follows():
     """Warnings are errors here."""
 
-    def program(tape, theta, x, before, after):
+    def program(tape, theta, x, after):
         coin, costs = dist.Bernoulli(logits=x * theta), lambda b: (b, b.astype(jnp.float32))
-        tape = tape.cost(x) if before else tape
+        tape = tape if after else tape.cost(x)
         tape, b = jax.jit(lambda tape: ap.choose(tape, coin, costs, ap.enumeration()))(tape)
         if after:
             tape, _ = jax.lax.scan(lambda tape, _: (tape.cost(x), None), tape, length=2)
         return tape, jnp.mean(b)
 
-    def run(*when):
-        objective = ap.expectation(lambda *args: program(*args, *when), lanes=4, has_aux=True)
-        jax.eval_shape(objective, KEY, 0.5, jnp.arange(4.0))
-
-    run(True, False)
+    run = lambda after: traced(functools.partial(program, after=after), 0.5, jnp.arange(4.0), has_aux=True)
+    run(False)
     with pytest.warns(UserWarning, match=r"choose \(enumeration\).*other data\. These are costs after the choice: put"):
-        run(False, True)
+        run(True)
 
 
-def test_a_mask_that_is_given_mixes_no_data():
+@pytest.mark.quick
+def test_what_mixes_no_data_is_not_warned_of():
     """Warnings are errors here."""
     step = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(logits=theta))
-    objective = ap.expectation(paid(lambda tape, theta, mask: step(tape, theta, mask=mask)), 4)
-    jax.eval_shape(objective, KEY, 0.3, jnp.arange(4) < 2)
+    traced(paid(lambda tape, theta, mask: step(tape, theta, mask=mask)), THETA, jnp.arange(4) < 2)  # given
+    # A typed key for each lane.
+    draws = lambda keys: jax.vmap(jax.random.normal)(keys)
+    keyed = lambda tape, theta, keys: coins(lambda *_: jnp.full(4, theta), cost=lambda b: b * draws(keys))(tape)
+    traced(keyed, THETA, jax.random.split(KEY, 4))
+
+    def scanned(tape, theta, x):  # the axis of the steps is not the lanes', though it is as long
+        pay = coins(lambda _, x: theta * jnp.broadcast_to(x, (4,)))
+        return jax.lax.scan(lambda tape, x: (pay(tape, x), x), tape, x)[0]
+
+    traced(scanned, THETA, jnp.arange(4.0))
 
 
 def network(tape, theta, x, baseline="leave_one_out"):
@@ -318,24 +289,13 @@ def network(tape, theta, x, baseline="leave_one_out"):
 
 def test_data_are_followed_through_a_network_and_parameters_are_not():
     theta = {"a": jnp.eye(6) + 0.1, "b": jnp.ones((6, 1)).at[0].set(2.0)}
+    given = lambda x, **options: traced(lambda tape, theta: network(tape, theta, x, **options), theta, lanes=6)
     x = jnp.arange(36.0).reshape(6, 6) / 36
-    traced = lambda program, *args: jax.eval_shape(lambda: ap.expectation(program, lanes=6)(KEY, theta, *args))
     with pytest.warns(UserWarning, match="other data"):
-        traced(network, x)
+        given(x)
     # Warnings are errors here.
-    traced(network, jnp.ones((6, 6)))  # the same for all lanes
-    traced(lambda *a: network(*a, baseline=None), x)
-    jax.eval_shape(ap.expectation(lambda tape, theta: network(tape, theta, jnp.ones((6, 6))), lanes=6), KEY, theta)
-
-
-@pytest.mark.quick
-def test_a_scan_over_as_many_steps_as_there_are_lanes():
-    # The axis of the steps is not the lanes', though it is as long. Warnings are errors here.
-    def program(tape, theta, x):
-        step = coins(lambda _, x: theta * jnp.broadcast_to(x, (3,)))
-        return jax.lax.scan(lambda tape, x: (step(tape, x), x), tape, x)[0]
-
-    jax.eval_shape(ap.expectation(program, 3), KEY, 0.3, jnp.arange(3.0))
+    given(jnp.ones((6, 6)))  # the same for all lanes
+    given(x, baseline=None)
 
 
 def convolved(x, pad):
@@ -392,9 +352,8 @@ ACROSS_ROWS = {
 @cases("function", BY_ROW | {"recurrent": recurrent})
 def test_data_are_followed_where_each_row_stays_by_itself(function):
     program = coins(lambda _, theta, x: theta * jnp.sum(function(x).reshape(6, -1), axis=1))
-    x = jnp.arange(24.0).reshape(6, 4)
     with pytest.warns(UserWarning, match="other data"):
-        jax.eval_shape(ap.expectation(program, lanes=6), KEY, 0.3, x)
+        traced(program, THETA, jnp.arange(24.0).reshape(6, 4), lanes=6)
 
 
 def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
@@ -435,9 +394,8 @@ OF_ONE_LANE |= {
 @pytest.mark.quick
 def test_a_sum_over_lanes_that_a_scored_choice_would_pay_for_is_refused():
     def trace_costs(cost, estimator=ap.likelihood_ratio, lanes=4):
-        normal = lambda tape, theta: dist.Normal(jnp.full((tape.lanes, 4), theta), 1.0)
-        draw = lambda tape, theta: ap.sample(tape, normal(tape, theta), estimator())
-        jax.eval_shape(ap.expectation(paid(draw, cost), lanes), KEY, 0.3)
+        draw = lambda tape, theta: ap.sample(tape, dist.Normal(jnp.full((lanes, 4), theta), 1.0), estimator())
+        traced(paid(draw, cost), THETA, lanes=lanes)
 
     for name, cost in OF_ALL_LANES.items():
         for estimator in (ap.likelihood_ratio, ap.total_propagation):
@@ -451,39 +409,37 @@ def test_a_sum_over_lanes_that_a_scored_choice_would_pay_for_is_refused():
 
 def test_a_sum_over_lanes_is_refused_where_the_choice_was_made_long_before_and_only_of_what_is_scored():
     step = lambda estimator: ap.stochastic(estimator())(lambda theta, x: dist.Normal(theta * x, 1.0))
-
-    def program(tape, theta, first, second, lanes_act):
-        tape, x = step(first)(tape, theta, jnp.ones(6))
-        tape, y = jax.checkpoint(lambda tape, x: step(second)(tape, theta, jnp.sin(x)))(tape, x)
-        return tape.cost((y - lanes_act(y, x)) ** 2)
-
-    def trace_program(*options):
-        jax.eval_shape(ap.expectation(lambda tape, theta: program(tape, theta, *options), 6), KEY, 0.3)
-
     scored, pathwise = ap.likelihood_ratio, ap.reparameterization
-    for first, second in ((scored, scored), (scored, pathwise), (pathwise, scored)):
-        refused(ValueError, "drawn for the 6 lanes", trace_program, first, second, lambda y, x: y.mean())
-    trace_program(pathwise, scored, lambda y, x: x.mean())  # which the scored choice does not change
 
-    def trace_mean_field(first, second, of_lanes=jnp.mean):
+    def late_cost(first, second, lanes_act):
         def program(tape, theta):
-            tape, x = step(first)(tape, theta, jnp.ones(6))
-            tape, y = step(second)(tape, theta, jnp.full(6, of_lanes(x)))
-            return tape.cost(y)
+            tape, x = step(first)(tape, theta, jnp.ones(4))
+            tape, y = jax.checkpoint(lambda tape, x: step(second)(tape, theta, jnp.sin(x)))(tape, x)
+            return tape.cost((y - lanes_act(y, x)) ** 2)
 
-        jax.eval_shape(ap.expectation(program, 6), KEY, 0.3)
+        return program
+
+    for first, second in ((scored, scored), (scored, pathwise), (pathwise, scored)):
+        refused_program("drawn for the 4 lanes", late_cost(first, second, lambda y, x: y.mean()), THETA)
+    traced(late_cost(pathwise, scored, lambda y, x: x.mean()), THETA)  # which the scored choice does not change
+
+    def mean_field(first, second, of_lanes=jnp.mean):
+        def draw(tape, theta):
+            tape, x = step(first)(tape, theta, jnp.ones(4))
+            return step(second)(tape, theta, jnp.full(4, of_lanes(x)))
+
+        return paid(draw)
 
     for second in (scored, pathwise, ap.total_propagation):
-        refused(ValueError, "log-density of a later", trace_mean_field, scored, second)
-        trace_mean_field(pathwise, second)
-    trace_mean_field(scored, scored, lambda x: jax.lax.stop_gradient(x.mean()))
+        refused_program("log-density of a later", mean_field(scored, second), THETA)
+        traced(mean_field(pathwise, second), THETA)
+    traced(mean_field(scored, scored, lambda x: jax.lax.stop_gradient(x.mean())), THETA)
 
     def chosen(tape, theta):
-        coins = dist.Bernoulli(logits=jnp.full(6, theta))
-        tape, y = ap.choose(tape, coins, lambda b: (jnp.float32(0), b.astype(jnp.float32)), ap.enumeration())
-        return tape.cost((y - y.mean()) ** 2)
+        flips = dist.Bernoulli(logits=jnp.full(4, theta))
+        return ap.choose(tape, flips, lambda b: (jnp.float32(0), b.astype(jnp.float32)), ap.enumeration())
 
-    refused(ValueError, "drawn for the 6 lanes", jax.eval_shape, ap.expectation(chosen, 6), KEY, 0.3)
+    refused_program("drawn for the 4 lanes", paid(chosen, lambda y: (y - y.mean()) ** 2), THETA)
 
 
 def test_a_sum_over_parts_that_are_charged_apart_is_refused():
