@@ -28,7 +28,7 @@ from apgrad._ground.arguments import number
 from apgrad._ground.keys import normal
 from apgrad._ground.warning import warn
 from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start
-from apgrad.meta._partition import merge, partition, with_zeros
+from apgrad.meta._partition import merge, partition
 from apgrad.meta._unroll import Problem, objective
 
 __all__ = ["evolution", "persistent_evolution", "single_evolution", "truncated_evolution"]
@@ -137,7 +137,7 @@ def _persistent(problem, segment, sigma, stagger, keep):
         t, no_noise = jax.tree.map(jnp.zeros_like, (up.t, total))
         ended = Particle(up._replace(t=t), down._replace(t=t), no_noise, later)
         carry = optax.tree.where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
-        return *_antithetic(theta, plus, minus, total, sigma), lax.stop_gradient(carry)
+        return *_antithetic(plus, minus, total, sigma), lax.stop_gradient(carry)
 
     return OuterGradient(init, estimate)
 
@@ -166,10 +166,10 @@ def _add(theta, e, sign):
 
 def _of_pair(loss, theta, key, sigma):
     e = _perturbation(theta, _first(key), sigma)
-    return _antithetic(theta, loss(_add(theta, e, 1)), loss(_add(theta, e, -1)), e, sigma)
+    return _antithetic(loss(_add(theta, e, 1)), loss(_add(theta, e, -1)), e, sigma)
 
 
-def _antithetic(theta, plus, minus, e, sigma):
+def _antithetic(plus, minus, e, sigma):
     if not jnp.issubdtype(plus.dtype, jnp.floating):  # counts, such as of errors
         plus, minus = plus.astype(float), minus.astype(float)
     if jnp.finfo(plus.dtype).bits < 32:
@@ -180,7 +180,7 @@ def _antithetic(theta, plus, minus, e, sigma):
         wide = np.promote_types(e.dtype, slope.dtype)
         return (slope.astype(wide) * e.astype(wide)).astype(e.dtype)
 
-    return (plus + minus) / 2, with_zeros(jax.tree.map(times, e), partition(theta)[1])
+    return (plus + minus) / 2, jax.tree.map(times, e)
 
 
 def _first(key):

@@ -18,7 +18,7 @@ from apgrad._ground.arguments import number, whole
 from apgrad._ground.messages import tuple_of
 from apgrad._ground.norms import rescaled
 from apgrad._programs import pure
-from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
+from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
 __all__ = ["OuterGradient", "average", "batched", "clipped", "forward_mode", "reverse_mode", "truncated"]
@@ -63,11 +63,13 @@ class OuterGradient:
         returns = "the estimate of an outer gradient returns (loss, gradient, carry)"
         of = pure.unchanged("an outer gradient", lambda theta: self._estimate(theta, key, carry))
         loss, gradient, carry = tuple_of(3, returns, of(theta))
+        (trained, fixed), (gradient, _) = partition(theta), partition(gradient)
         form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
-        if form(gradient) != form(theta):
-            own, got = (jax.tree.map(jnp.shape, tree) for tree in (theta, gradient))
+        if form(gradient) != form(trained):
+            own, got = (jax.tree.map(jnp.shape, tree) for tree in (trained, gradient))
             raise TypeError(f"an outer gradient has theta's structure and shapes: theta has {own}, {got} is returned")
-        return scalar("the loss of an outer gradient", loss), with_zeros(*partition(gradient)), carry
+        zeros = jax.tree.map(jnp.zeros_like, fixed)
+        return scalar("the loss of an outer gradient", loss), merge(gradient, zeros), carry
 
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> Estimate:
         """Loss, gradient and carry by `estimate`, with the carry of the call before, at first `init(theta, key)`.
@@ -212,7 +214,7 @@ def forward_mode(problem: Problem) -> OuterGradient:
             ) from error
         # jacfwd gives the gradient the dtype of the loss.
         gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, trained)
-        return value, with_zeros(gradient, fixed), carry
+        return value, gradient, carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
@@ -265,8 +267,7 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
 
     def estimate(theta, key, carry):
         loss, gradient, carry = outer.estimate(theta, key, carry)
-        trained, fixed = partition(gradient)
-        return loss, with_zeros(rescaled(trained, max_norm, shorten=True), fixed), carry
+        return loss, rescaled(partition(gradient)[0], max_norm, shorten=True), carry
 
     return OuterGradient(outer.init, estimate)
 
@@ -299,6 +300,6 @@ def average(outers: Iterable[OuterGradient], weights: Sequence[float] | None = N
         mix = lambda *xs: functools.reduce(jnp.add, [s * x for s, x in zip(shares, xs, strict=True)])
         losses, gradients, carries = zip(*results, strict=True)
         trained = [partition(gradient)[0] for gradient in gradients]
-        return mix(*losses), with_zeros(jax.tree.map(mix, *trained), partition(theta)[1]), carries
+        return mix(*losses), jax.tree.map(mix, *trained), carries
 
     return OuterGradient(init, estimate)

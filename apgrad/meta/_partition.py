@@ -42,15 +42,10 @@ def merge(trained: Any, fixed: Any) -> Any:
     return jax.tree.map(lambda a, b: a if b is None else b, trained, fixed, is_leaf=hole)
 
 
-def with_zeros(trained: Any, fixed: Any) -> Any:
-    return merge(trained, jax.tree.map(jnp.zeros_like, fixed))
-
-
 def value_and_gradient(loss: Callable[[Any], Any], theta: Any, *, has_aux: bool = False) -> tuple[Any, Any]:
-    """`jax.value_and_grad` with respect to what is trained, with zeros for what is fixed."""
+    """`jax.value_and_grad` with respect to what is trained."""
     trained, fixed = partition(theta)
-    value, gradient = jax.value_and_grad(lambda trained: loss(merge(trained, fixed)), has_aux=has_aux)(trained)
-    return value, with_zeros(gradient, fixed)
+    return jax.value_and_grad(lambda trained: loss(merge(trained, fixed)), has_aux=has_aux)(trained)
 
 
 def require_trainable(theta: Any) -> None:

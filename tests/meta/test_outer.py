@@ -365,7 +365,7 @@ def test_rematerialised_unrolls_remember_less():
 
 
 def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
 def test_training_leaves_what_is_fixed_alone():
