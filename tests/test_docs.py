@@ -304,7 +304,7 @@ def test_ratios_in_the_texts_of_results_are_the_results():
     """Each typed "N times", "N %" and "N points" of these texts is in the list, or a setting, and nothing else is."""
     known, figure = ratios_of_results(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%|points)"
     settings = {"95 %", "1 %", "4 times", "4 and 10 times", "60 times", "50 points"}
-    texts = [*NOTES.items(), *((entry.run, entry.text) for entry in TABLES)]
+    texts = [(name, " ".join(text.split())) for name, text in [*NOTES.items(), *((t.run, t.text) for t in TABLES)]]
     found = {(name, each) for name, text in texts for each in re.findall(figure, text) if each not in settings}
     assert found == {(name, each) for name, those in known.items() for each in those}
 
@@ -363,14 +363,15 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
 
 @pytest.mark.quick
 def test_the_first_study_of_policies_is_told_as_the_results_have_it():
-    run, (text,) = results("policy_search-paper"), [e.text for e in TABLES if e.run == "policy_search-paper"]
+    run = results("policy_search-paper")
+    (text,) = [" ".join(table.text.split()) for table in TABLES if table.run == "policy_search-paper"]
     rates, rows = run["config"]["rates"], {r["method"]: r for r in run["rows"]}
     listed = lambda names: " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
     at = lambda rate: listed([f"`{name}`" for name, r in rows.items() if r["rate"] == rate])
-    assert f"the lowest for {at(min(rates))}, the highest for {at(max(rates))}, so that" in text
+    assert f"the lowest of the three for {at(min(rates))}, and the highest for {at(max(rates))}. Rates" in text
     short = rows.pop("RP, short")
     near = listed([f"`{name}`" for name, r in rows.items() if r["cost_low"] <= short["cost"] <= r["cost_high"]])
-    assert f"has the lowest mean, though within the intervals of {near}, and is first" in text
+    assert f"(`RP, short`) has the lowest mean, though within the intervals of {near}. * `RP, short` is also" in text
     assert all(short["cost"] < r["cost"] and (r["steps"] or 1e9) > short["steps"] for r in rows.values())
 
 

@@ -84,10 +84,10 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
             shown = figure(ours) if isinstance(ours, Value) else ours[0]
             judged = verdict(claim, runs[claim.run])
             rows.append([claim.source, claim.what, published, shown, link(claim.run), f"**{judged}**"])
-        parts += [f"### {paper}\n", table(rows), *([told(NOTES[paper], runs) + "\n"] if paper in NOTES else [])]
+        parts += [f"### {paper}\n", table(rows), told(NOTES[paper], runs) + "\n"]
     parts.append("## What was measured\n")
     for entry in TABLES:
-        text = f"{told(entry.text, runs, entry.run)} Run: {link(entry.run)}.\n"
+        text = f"{told(entry.text, runs, entry.run)}\n\nRun: {link(entry.run)}.\n"
         parts += [f"### {entry.title}\n", text, table(entry.rows(runs[entry.run]))]
     parts += [
         "## All runs\n",

@@ -36,10 +36,10 @@ def claim(source: str, what: str, run: str, published: Any, reads: list[Any], op
 
 def table(title: str, run: str, text: str, rows: str = "listed", **options: Any) -> Table:
     """An entry of `tables`: the name of its rows' function, and that one's options."""
-    return Table(title, run, functools.partial(getattr(table_rows, rows), **options), " ".join(text.split()))
+    return Table(title, run, functools.partial(getattr(table_rows, rows), **options), text)
 
 
 QUESTIONS: dict[str, list[str]] = PAGES["questions"]
-NOTES = {name: " ".join(paper["note"].split()) for name, paper in PAGES["papers"].items() if "note" in paper}
+NOTES = {name: paper["note"] for name, paper in PAGES["papers"].items()}
 CLAIMS = {name: [claim(*line) for line in paper["claims"]] for name, paper in PAGES["papers"].items()}
 TABLES = [table(**entry) for entry in PAGES["tables"]]

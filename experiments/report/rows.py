@@ -54,8 +54,8 @@ def _shown(form: str, row: dict[str, Any]) -> str:
 def told(text: str, runs: dict[str, Results], run: str = "") -> str:
     """A text with its figures: each `<where: format>` is a row's, or another part's of a run, without a leading zero.
 
-    `where` has, with semicolons between, another run's name or none, names that lead into the results, and the values
-    that one row of them alone has.
+    Each paragraph, and each item of a list, becomes one line. `where` has, with semicolons between, another run's name
+    or none, names that lead into the results, and the values that one row of them alone has.
 
     Example:
       >>> run = {"rows": [{"who": "RP", "cost": 0.25}, {"who": "LR", "cost": 2.0}], "tame": {"loss": -0.5}}
@@ -72,7 +72,7 @@ def told(text: str, runs: dict[str, Results], run: str = "") -> str:
             (found,) = (row for row in found["rows"] if where <= {(name, str(value)) for name, value in row.items()})
         return re.sub(r"(?<![\d.])0(?=\.\d)", "", _shown(match[2], found))
 
-    return re.sub(r"<([^<>:]*): ([^<>]*)>", read, text)
+    return re.sub(r"<([^<>:]*): ([^<>]*)>", read, re.sub(r"(?<!\n)\n *(?!\n|\* )", " ", text.strip()))
 
 
 def listed(results: Results, columns: list[list[str]], by: str | None = None) -> Rows:
