@@ -302,7 +302,8 @@ def _require_own_costs(program, plan, ledger):
                 "a sum, a mean or a maximum over their axis or by broadcasting along another one, and "
                 f"{scoring} charges the choices of {one} with its own costs alone: the gradient would be wrong. Sum "
                 f"over another axis than that of the {they}, and leave the mean over {they} to ap.expectation. Where "
-                "a statistic is meant as a constant, as a normalisation may be, give jax.lax.stop_gradient of it."
+                "a statistic is meant as a constant, as a normalisation may be, give jax.lax.stop_gradient of it, in "
+                "floating point, since JAX passes integers by."
             )
 
 

@@ -378,6 +378,14 @@ OF_ALL_LANES = {
     "largest": lambda x: x[:, 0] / x.max(),
     "less the median": lambda x: x[:, 0] - jnp.median(x[:, 0]),
     "statistics": lambda x: x @ jnp.concatenate([x.mean(0), x.std(0)])[2:6],
+    "how many": lambda x: x[:, 0] * (x > 0).sum().astype(x.dtype),
+    "frequencies": lambda x: jnp.full(4, jnp.sum(jax.nn.one_hot(jnp.argmax(x, axis=1), 4).mean(0) ** 2)),
+    "ranks": lambda x: jnp.argsort(jnp.argsort(x[:, 0])),
+    "larger ones": lambda x: jnp.sum(x[:, :1] < x[:, 0], axis=1),
+    "the best": lambda x: jnp.where(jnp.arange(4) == jnp.argmax(x[:, 0]), x[:, 1], 0),
+    "one of them": lambda x: jnp.full(4, (x[:, 0] > 1).any()),
+    "drawn again": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,))][:, 1],
+    "kernels": lambda x: jnp.sum(jnp.tanh(x @ x.T), axis=1),
 }
 OF_ONE_LANE = {
     name: lambda x, f=f: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), 1) for name, f in BY_ROW.items()
@@ -385,8 +393,9 @@ OF_ONE_LANE = {
 OF_ONE_LANE |= {
     "a constant baseline": lambda x: x[:, 0] - jax.lax.stop_gradient(x[:, 0].mean()),
     "all are done": lambda x: jax.lax.while_loop(lambda x: (x < 9).all(), lambda x: x + 1, x)[:, 0],
-    "how many": lambda x: x[:, 0] * (x > 0).sum().astype(x.dtype),
     "row by row": lambda x: jax.lax.map(jnp.sum, x),
+    "of its own choice": lambda x: (x**2)[jnp.arange(4), jnp.argmax(x, axis=1)],
+    "until it is done": jax.vmap(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)[0]),
     "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),
 }
 

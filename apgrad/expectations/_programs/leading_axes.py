@@ -186,10 +186,10 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
 def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...], axis: int) -> bool:
     """Whether, of what is marked at the start, entries along an axis act on other entries of what is marked later.
 
-    Marks count whose label, a number of axes, says that they have the axis. The walk ends at `lax.stop_gradient` and at
-    comparisons: what comes of them is a constant to whoever differentiates. None is the fact of what is not known, and
-    MIXED of what is made of all entries, as a sum over the axis, or of two operands with different axes. A mask or a
-    diagonal that leaves an entry with its own alone is not seen.
+    Marks count whose label, a number of axes, says that they have the axis. The walk ends at `lax.stop_gradient`, but
+    not at comparisons and integers, of which a score has a derivative. None is the fact of what is not known, and MIXED
+    of what is made of all entries, as a sum over the axis, or of two operands with different axes. A mask or a diagonal
+    that leaves an entry with its own alone is not seen.
     """
     found = False
 
@@ -203,7 +203,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if nested(eqn) is not None:
             return None
         along = [n for n, fact in enumerate(facts) if fact not in (None, MIXED)]
-        if name in kinds.NO_DERIVATIVE or not eqn.outvars:
+        if name == "stop_gradient":
             made = None
         elif MIXED in facts:
             made = MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
@@ -211,7 +211,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             made = MIXED
         else:
             axes = {moved_axis(eqn, n, facts[n]) for n in along}
-            made = axes.pop() if len(axes) == 1 else MIXED if axes and name in kinds.ELEMENTWISE else None
+            mixes = name in _BY_PLACE and None not in axes
+            made = axes.pop() if len(axes) == 1 else MIXED if axes and mixes else None
         return [made] * len(eqn.outvars)
 
     # What a loop hands on or a branch returns is mixed if it may be.
@@ -220,9 +221,11 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
     return found
 
 
+_REDUCTIONS = {"argmax", "argmin", *(f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum"))}
 # Each entry of an output of these is a function of entries of the input, whichever they are.
-_OF_EVERY_ENTRY = kinds.ELEMENTWISE | kinds.SAME_VALUE | kinds.VIEW | kinds.PRODUCT
-_OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "reduce_sum", "select_n", "slice", "split"}
+_BY_PLACE = kinds.ELEMENTWISE | kinds.PRODUCT | _BY_ELEMENT
+_OF_EVERY_ENTRY = _BY_PLACE | _REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW
+_OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "slice", "sort", "split"}
 
 
 def _of_all(eqn, facts) -> bool:
@@ -230,6 +233,6 @@ def _of_all(eqn, facts) -> bool:
     name, params = eqn.primitive.name, Parameters(eqn)
     if name == "dot_general":
         return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)
-    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+    if name in _REDUCTIONS:
         return facts[0] in params["axes"]
     return (name == "sort" or name.startswith("cum")) and params[_ALONG[name]] in facts
