@@ -28,42 +28,37 @@ class Family(NamedTuple):
 
 
 def product(values, probabilities):
-    """The joint outcomes of two independent choices: values (2, n) and probabilities (2, n)."""
+    """The joint outcomes of two independent choices: values and probabilities (2, n), or (n,) where both have them."""
+    values, probabilities = jnp.broadcast_arrays(values, probabilities)
     i, j = (index.reshape(-1) for index in np.indices((values.shape[1],) * 2))
     return jnp.stack([values[0, i], values[1, j]], axis=-1), probabilities[0, i] * probabilities[1, j]
 
 
-def bernoulli(u):
-    p = jax.nn.sigmoid(u)
-    return product(jnp.array([[0.0, 1.0]] * 2), jnp.stack([1 - p, p], axis=-1))
+bernoulli = lambda u: product(np.arange(2.0), jnp.stack([jax.nn.sigmoid(-u), jax.nn.sigmoid(u)], axis=-1))
 
 
 SLOPES = np.array([0.5, -1.0, 1.5])  # a categorical choice's logits are these times u
-categorical = lambda u: product(jnp.array([[0.0, 1.0, 2.0]] * 2), jax.nn.softmax(u[:, None] * SLOPES, axis=-1))
+categorical = lambda u: product(np.arange(3.0), jax.nn.softmax(u[:, None] * SLOPES, axis=-1))
 
 
 def binomial(u):
-    x = np.arange(4.0)
-    p = jax.nn.sigmoid(u)[:, None]
-    return product(jnp.array([x, x]), scipy.special.comb(3, x) * p**x * (1 - p) ** (3 - x))
+    x, p = np.arange(4.0), jax.nn.sigmoid(u)[:, None]
+    return product(x, scipy.special.comb(3, x) * p**x * (1 - p) ** (3 - x))
 
 
 def poisson(u):
-    x = np.arange(26.0)  # beyond, rates below 2 have 1e-15 of the mass
-    rate = jnp.exp(0.3 * u)[:, None]
-    return product(jnp.array([x, x]), jnp.exp(x * jnp.log(rate) - rate - scipy.special.gammaln(x + 1)))
+    x, log_rate = np.arange(26.0), 0.3 * u[:, None]  # beyond, rates below 2 have 1e-15 of the mass
+    return product(x, jnp.exp(x * log_rate - jnp.exp(log_rate) - scipy.special.gammaln(x + 1)))
 
 
 def normal(u):
     nodes, weights = np.polynomial.hermite_e.hermegauss(30)
-    values = u[:, None] + jnp.exp(0.2 * u)[:, None] * nodes
-    return product(values, jnp.broadcast_to(weights / weights.sum(), values.shape))
+    return product(u[:, None] + jnp.exp(0.2 * u)[:, None] * nodes, weights / weights.sum())
 
 
 def gamma(u):
     nodes, weights = scipy.special.roots_genlaguerre(30, 0.5)
-    values = nodes * jnp.exp(-0.3 * u)[:, None]
-    return product(values, jnp.broadcast_to(weights / weights.sum(), values.shape))
+    return product(nodes * jnp.exp(-0.3 * u)[:, None], weights / weights.sum())
 
 
 FAMILIES = {
@@ -126,8 +121,7 @@ def features(x, categorical):
     return floats @ jnp.arange(3, dtype=floats.dtype) if categorical and floats.ndim > 1 else floats
 
 
-def parameters(theta, model, y):
-    return theta[0] + model[:2] + theta[1] * jnp.tanh(model[2:4] * y)
+parameters = lambda theta, model, y: theta[0] + model[:2] + theta[1] * jnp.tanh(model[2:4] * y)
 
 
 def cost(theta, model, x, y):
@@ -240,8 +234,7 @@ def one_choice(estimator, make, cost):
     return lambda tape, *args: ap.choose(tape, make(tape.lanes, *args), lambda x: (cost(x), None), estimator)[0]
 
 
-def coins(*size):
-    return lambda lanes, logits: dist.Bernoulli(logits=jnp.broadcast_to(logits, (lanes, *size)))
+coins = lambda *size: lambda lanes, logits: dist.Bernoulli(logits=jnp.broadcast_to(logits, (lanes, *size)))
 
 
 @pytest.mark.quick
