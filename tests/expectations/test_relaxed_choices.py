@@ -26,12 +26,10 @@ def cost(model, x, power=3):
     return jnp.sum(model[1, : x.shape[0]] * x) + (0.5 + jnp.sum(model[2, : x.shape[0]] * x)) ** power
 
 
-def two_coins(logits):
-    return dist.Bernoulli(logits=logits[:2])
+two_coins = lambda logits: dist.Bernoulli(logits=logits[:2])
 
 
-def three_outcomes(logits):
-    return dist.Categorical(logits=logits)
+three_outcomes = lambda logits: dist.Categorical(logits=logits)
 
 
 def gradient(make, estimator, power=3, lanes=20):
@@ -60,27 +58,22 @@ def true_gradient(make, power=3):
 
 
 def documented(name, make):
-    """The expectation that the estimator's file states, for every model."""
+    """The expectation that the file states: over outcomes x, of the cost's slope times the derivative of a smooth x."""
     squash = jax.nn.softmax if make is three_outcomes else lambda u: jax.nn.sigmoid(u[:2])
     unsquash = jnp.log if make is three_outcomes else lambda q: jnp.log(q) - jnp.log1p(-q)
+    temperature = 1.3 if name == "reinmax, temperature" else 1.0
 
-    def borrowed(smooth, logits, model):
-        """The sum over outcomes of p c'(x) times the derivative of `smooth(x, logits)`."""
+    def heun(x, u):
+        start = jax.lax.stop_gradient(unsquash((x + squash(u / temperature)) / 2))
+        return 2 * squash(start + (u - jax.lax.stop_gradient(u))[: start.shape[0]]) - squash(u) / 2
+
+    def expected(logits, model):
         xs, ps = outcomes(make, logits)
-        slope = jax.vmap(lambda x: jax.grad(lambda x: cost(model, x))(x))(xs)
-        pulled = jax.vmap(lambda x, m: jax.vjp(lambda u: smooth(x, u), logits)[1](m)[0])(xs, slope)
-        return ps @ pulled
+        slopes = jax.vmap(jax.grad(lambda x: cost(model, x)))(xs)
+        smooth = heun if name != "straight_through" else lambda x, u: squash(u)
+        return ps @ jax.vmap(lambda x, m: jax.vjp(lambda u: smooth(x, u), logits)[1](m)[0])(xs, slopes)
 
-    def heun(temperature):
-        def smooth(x, u):
-            start = jax.lax.stop_gradient(unsquash((x + squash(u / temperature)) / 2))
-            moved = start + (u - jax.lax.stop_gradient(u))[: start.shape[0]]
-            return 2 * (jax.nn.softmax if make is three_outcomes else jax.nn.sigmoid)(moved) - squash(u) / 2
-
-        return smooth
-
-    ways = {"straight_through": lambda x, u: squash(u), "reinmax": heun(1.0), "reinmax, temperature": heun(1.3)}
-    return lambda logits, model: borrowed(ways[name], logits, model)
+    return expected
 
 
 def for_all_models(function):
