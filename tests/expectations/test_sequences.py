@@ -59,24 +59,23 @@ def program(estimator, factor=None, extra=0.0):
     return run
 
 
+def both_orders(gradient, theta=THETA):
+    """The gradient at theta, and the derivative of the sum of its elements."""
+    return gradient(theta), jax.grad(lambda theta: jnp.sum(gradient(theta)))(theta)
+
+
 to_go = lambda theta, t, before: 3.0 - t + before
 BASELINES = {"leave_one_out": "leave_one_out", "function": to_go, "learned": ap.learned_baseline(to_go)}
 
 
 @cases("baseline", BASELINES, long=["leave_one_out", "learned"])
 def test_faded_credit_is_exact_to_second_order(baseline):
-    factor = 0.6
-    objective = ap.expectation(program(ap.likelihood_ratio(baseline), factor), 100)
-
-    def derivatives(key):
-        gradient = jax.grad(objective, argnums=1)
-        return gradient(key, THETA), jax.grad(lambda theta: jnp.sum(gradient(key, theta)))(THETA)
-
+    gradient, exact = ap.grad(program(ap.likelihood_ratio(baseline), 0.6), 100), jax.grad(faded, argnums=1)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         theta = jnp.asarray(THETA, float)
-        first = jax.grad(faded, argnums=1)
-        wanted = jax.jit(lambda: (first(factor, theta), jax.grad(lambda u: jnp.sum(first(factor, u)))(theta)))()
-    ap.testing.assert_unbiased(derivatives, jax.tree.map(np.asarray, wanted), KEY, 1_000)
+        wanted = jax.jit(lambda: both_orders(functools.partial(exact, 0.6), theta))()
+    estimate = lambda key: both_orders(functools.partial(gradient, key))
+    ap.testing.assert_unbiased(estimate, jax.tree.map(np.asarray, wanted), KEY, 1_000)
 
 
 def test_faded_credit_is_the_same_whichever_choice_has_a_baseline():
@@ -156,18 +155,11 @@ def test_discount_is_refused_in_a_branch_in_which_the_credit_before_the_fork_wou
 def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
     # Exact: with the choices of finished episodes left out of the density, and the 5 a step added to the costs.
     expected = lambda theta: faded(1.0, theta, lambda t, xs: any(xs), extra=5.0)
-    baselines = {"function": lambda *_: 10.0, "leave one out": "leave_one_out"}
     of = lambda baseline: ap.grad(program(ap.likelihood_ratio(baseline), extra=5.0), 20)
-    gradients = {name: of(baseline) for name, baseline in baselines.items()}
-    slope = lambda gradient: jax.grad(lambda theta: jnp.sum(gradient(theta)))(THETA)
-
-    def estimate(key):
-        second = slope(lambda theta: gradients["leave one out"](key, theta))
-        return {name: gradient(key, THETA) for name, gradient in gradients.items()} | {"second": second}
-
-    first = jax.grad(expected)
-    wanted = jax.jit(lambda: dict.fromkeys(gradients, first(THETA)) | {"second": slope(first)})()
-    ap.testing.assert_unbiased(estimate, wanted, KEY, 2_000)
+    by_function, by_others = of(lambda *_: 10.0), of("leave_one_out")
+    estimate = lambda key: (by_function(key, THETA), both_orders(functools.partial(by_others, key)))
+    first, second = jax.jit(lambda: both_orders(jax.grad(expected)))()
+    ap.testing.assert_unbiased(estimate, (first, (first, second)), KEY, 2_000)
 
 
 @pytest.mark.quick
