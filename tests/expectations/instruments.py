@@ -39,9 +39,3 @@ def traced(program, *args, lanes=4, **options):
 def refused_program(words, program, *args, error=ValueError, **options):
     """The program is refused in such words when its expectation is traced."""
     return refused(error, words, traced, program, *args, **options)
-
-
-def assert_same_mean(first, second, estimates):
-    """Two estimates, functions of a key each, have one expectation: that of their difference, by other keys, is 0."""
-    difference = lambda key: jax.tree.map(jnp.subtract, first(key), second(jax.random.fold_in(key, 1)))
-    ap.testing.assert_unbiased(difference, jax.tree.map(jnp.zeros_like, jax.eval_shape(first, KEY)), KEY, estimates)

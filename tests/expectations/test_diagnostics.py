@@ -10,10 +10,8 @@ from tests.expectations.instruments import KEY
 from tests.expectations.programs import paid, walk
 from tests.refusals import refused
 
-
-def of_gradient(gradient):
-    """An objective whose gradient at 0 is a sample of `gradient(key)`."""
-    return lambda key, x: jnp.sum(x * gradient(key))
+# An objective whose gradient at 0 is a sample of `gradient(key)`.
+of_gradient = lambda gradient: lambda key, x: jnp.sum(x * gradient(key))
 
 
 def one_node(estimator):
@@ -267,8 +265,7 @@ def test_no_clock_makes_a_difference_between_equal_objectives(busy, monkeypatch)
 
     monkeypatch.setattr(diagnostics.time, "perf_counter", clock)
 
-    def compiled(objective, argnums, keys, args):  # what JAX would make of `of`, at no time
-        return lambda keys, *args: np.asarray(objective(keys, *args))
+    compiled = lambda objective, argnums, keys, args: lambda keys, *args: np.asarray(objective(keys, *args))
 
     monkeypatch.setattr(diagnostics, "_compile", compiled)
     normal = lambda deviation: lambda keys, x: deviation * rng.normal(size=len(keys))

@@ -24,8 +24,7 @@ jax.monitoring.register_event_duration_secs_listener(listen)
 ESTIMATORS = {"rp": ap.reparameterization, "lr": ap.likelihood_ratio, "tp": ap.total_propagation}
 
 
-def stepper(estimator):
-    return ap.stochastic(ESTIMATORS[estimator]())(lambda theta, x: dist.Normal(theta + x, 1.0))
+stepper = lambda estimator: ap.stochastic(ESTIMATORS[estimator]())(lambda theta, x: dist.Normal(theta + x, 1.0))
 
 
 def squared(estimator):

@@ -1,6 +1,5 @@
 """The decorator and `sample`: shapes, lanes, closures, dtypes, errors."""
 
-import functools
 import itertools
 
 import jax
@@ -59,8 +58,7 @@ def test_only_the_derivative_of_a_users_score_counts():
         np.testing.assert_allclose(each, builtin, rtol=1e-6)
 
 
-def by_function(slope, kind=lambda function: function):
-    return ap.likelihood_ratio(kind(lambda theta: slope * theta))
+by_function = lambda slope, kind=lambda function: function: ap.likelihood_ratio(kind(lambda theta: slope * theta))
 
 
 PARTS = {
@@ -102,19 +100,15 @@ def test_each_estimator_of_a_mixer_has_its_own_derivative_and_baseline():
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_functions_close_over_integers_and_keys_of_a_scan(estimator):
     make = lambda theta, i, key: dist.Normal(theta * i.astype(jnp.float32) + jax.random.normal(key), 1.0)
+    given = ap.stochastic(estimator, (None, None, None))(make)
+    closing = lambda tape, theta, *row: ap.stochastic(estimator)(lambda theta: make(theta, *row))(tape, theta)
 
-    def program(tape, theta, closed):
-        def body(tape, inputs):
-            if closed:
-                tape, x = ap.stochastic(estimator)(lambda theta: make(theta, *inputs))(tape, theta)
-            else:
-                tape, x = ap.stochastic(estimator, (None, None, None))(make)(tape, theta, *inputs)
-            return tape.cost(x**2), None
+    def gradient(draw):
+        rows, step = (jnp.arange(3), jax.random.split(KEY, 3)), paid(draw, jnp.square)
+        steps = lambda tape, theta: jax.lax.scan(lambda tape, row: (step(tape, theta, *row), None), tape, rows)[0]
+        return ap.value_and_grad(steps, 8)(KEY, 0.7)
 
-        return jax.lax.scan(body, tape, (jnp.arange(3), jax.random.split(KEY, 3)))[0]
-
-    ways = [ap.value_and_grad(functools.partial(program, closed=closed), 8) for closed in (True, False)]
-    np.testing.assert_allclose(*jax.jit(lambda: [way(KEY, 0.7) for way in ways])(), rtol=1e-5)
+    np.testing.assert_allclose(*jax.jit(lambda: [gradient(draw) for draw in (closing, given)])(), rtol=1e-5)
 
 
 class Leaf:

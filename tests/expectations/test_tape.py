@@ -196,9 +196,8 @@ def test_nested_expectations():
 # Errors.
 
 
-def after(first, then=lambda tape: tape.cost(ONES)):
-    """A program that goes on with the tape it began with, whatever was done with it."""
-    return lambda tape, a: (first(tape, a), then(tape))[1]
+# A program that goes on with the tape it began with, whatever was done with it.
+after = lambda first, then=lambda tape: tape.cost(ONES): lambda tape, a: (first(tape, a), then(tape))[1]
 
 
 def closed_over_by_a_scan(tape, a):
@@ -206,8 +205,7 @@ def closed_over_by_a_scan(tape, a):
     return tape.cost(jax.lax.scan(body, jnp.zeros(4), length=3)[0])
 
 
-def stale_in_a_branch(tape, a):
-    return tape.parallel(lambda t: (visit(t, a), (t, None))[1])[0]
+stale_in_a_branch = lambda tape, a: tape.parallel(lambda t: (visit(t, a), (t, None))[1])[0]
 
 
 JITTED = jax.jit(visit)

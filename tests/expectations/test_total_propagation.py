@@ -25,17 +25,14 @@ def test_copies_under_vmap_have_weights_of_their_own(weights, x64):
     # Under a sum, one after the other or mapped: what later nodes gathered is each copy's, with parameters mapped too.
     make = lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.3)
     program = walk(ap.total_propagation(weights=weights), make, 2, jnp.square)
-    objective, keys, thetas = ap.expectation(program, 6), jax.random.split(KEY, 3), jnp.linspace(1.0, 3.0, 3)
+    objective, keys = ap.expectation(program, 6), jax.random.split(KEY, 3)
 
-    def all_ways(theta, thetas):
-        gradient = lambda f, x: jax.grad(lambda x: jnp.sum(f(x)))(x)
-        over_keys = lambda x: jax.lax.map(lambda k: objective(k, x), keys)
-        over_both = lambda x: jax.lax.map(lambda kx: objective(*kx), (keys, x))
-        of_shared = lambda x: jax.vmap(objective, (0, None))(keys, x), over_keys
-        of_mapped = lambda x: jax.vmap(objective)(keys, x), over_both
-        return [gradient(f, theta) for f in of_shared], [gradient(f, thetas) for f in of_mapped]
+    def both_ways(theta, axis):
+        mapped = lambda x: jax.vmap(objective, (0, axis))(keys, x)
+        looped = lambda x: jax.lax.map(lambda each: objective(*each), (keys, jnp.broadcast_to(x, 3)))
+        return [jax.grad(lambda x, f=f: jnp.sum(f(x)))(theta) for f in (mapped, looped)]
 
-    for mapped, looped in jax.jit(all_ways)(2.0, thetas):
+    for mapped, looped in jax.jit(lambda: (both_ways(2.0, None), both_ways(jnp.linspace(1.0, 3.0, 3), 0)))():
         np.testing.assert_allclose(mapped, looped, rtol=1e-10)
 
 
@@ -90,20 +87,18 @@ def test_the_target_is_what_is_differentiated():
     # Alike, whether an array is an argument, closed over, or known.
     matrix = jnp.array([[1.0, 0.5], [-0.3, 0.8]])
 
-    def gradient(matrix, explicit):
-        def step(theta, *rest):
-            used, x = rest if explicit else (matrix, *rest)
-            return dist.Normal(jnp.sin(theta * used @ x), 0.3)
-
-        node = ap.stochastic(ap.total_propagation(), in_axes=(None, None, 0) if explicit else None)(step)
+    def gradient(closed, explicit):
+        make = lambda theta, matrix, x: dist.Normal(jnp.sin(theta * matrix @ x), 0.3)
+        of_closed = ap.stochastic(ap.total_propagation())(lambda theta, x: make(theta, closed, x))
+        of_argument = ap.stochastic(ap.total_propagation(), in_axes=(None, None, 0))(make)
 
         def program(tape, theta, matrix):
             x = jnp.ones((tape.lanes, 2))
             for _ in range(2):
-                tape, x = node(tape, theta, *([matrix] if explicit else []), x)
+                tape, x = of_argument(tape, theta, matrix, x) if explicit else of_closed(tape, theta, x)
             return tape.cost(jnp.sum(x**2, axis=-1))
 
-        return jax.jit(ap.grad(program, 50))(KEY, 0.7, matrix)
+        return jax.jit(ap.grad(program, 50))(KEY, 0.7, closed)
 
     both = lambda matrix: [gradient(matrix, explicit) for explicit in (False, True)]
     known, traced = jax.jit(lambda traced: (both(matrix), both(traced)))(matrix)
@@ -414,13 +409,12 @@ def test_weights_that_contribute_apart_reach_closures_and_only_what_is_different
             make = lambda theta, x: dist.Normal(jnp.sin(theta[0] * x) * theta[1] + closed, 0.3)
             return walk(estimator, make, 3, jnp.square)(tape, (theta, frozen))
 
-        return ap.grad(program, lanes, argnums=argnums, **options)
+        return lambda key: jnp.stack(ap.grad(program, lanes, argnums=argnums, **options)(key, 0.7, 0.9, 0.2))
 
     # Each for itself: only what is differentiated.
-    apart = [of(number, ap.total_propagation(), 20, cross_fit=True) for number in (1, 3)]
-    found = ap.testing.moments(lambda key: jnp.stack([g(key, 0.7, 0.9, 0.2) for g in apart]), KEY, 5_000)
-    pathwise = of((1, 3), ap.reparameterization(), 400_000)
-    truth = np.stack(jax.jit(pathwise)(jax.random.key(5), 0.7, 0.9, 0.2))
+    apart = [of((number,), ap.total_propagation(), 20, cross_fit=True) for number in (1, 3)]
+    found = ap.testing.moments(lambda key: jnp.concatenate([gradient(key) for gradient in apart]), KEY, 5_000)
+    truth = jax.jit(of((1, 3), ap.reparameterization(), 400_000))(jax.random.key(5))
     assert np.all(np.abs(found.mean - truth) < 4 * np.hypot(found.standard_error, 0.003)), (found, truth)
 
 
@@ -525,9 +519,8 @@ def test_computed_weights_that_do_not_sum_to_one_are_nan():
 LOCATIONS = jnp.array([-1.0, 0.0, 1.0, 4.0])
 
 
-def shifted(base, loc):
-    """The transform's parameter is no axis of lanes, though it may be as long."""
-    return dist.TransformedDistribution(base, dist.transforms.AffineTransform(loc, 1.0))
+# The transform's parameter is no axis of lanes, though it may be as long.
+shifted = lambda base, loc: dist.TransformedDistribution(base, dist.transforms.AffineTransform(loc, 1.0))
 
 
 def test_a_shared_parameter_that_is_as_long_as_the_lanes():

@@ -15,8 +15,7 @@ from apgrad.expectations._programs.uses import Value, ValueKind
 KEY = jax.random.key(0)
 
 
-def draw(*shape):
-    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape, "float32") / 2
+draw = lambda *shape: np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape, "float32") / 2
 
 
 @jax.custom_vjp
@@ -35,8 +34,7 @@ def recurrent(p, x):
     return lax.scan(body, p[3], x, reverse=True)[1]
 
 
-def stacked(p, x):
-    return lax.scan(lambda h, w: (jnp.tanh(h @ w[0] + w[1]), None), x, p)[0]
+stacked = lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w[0] + w[1]), None), x, p)[0]
 
 
 def carried(p, x):
@@ -90,8 +88,7 @@ def standard_promotion():
         yield
 
 
-def inputs_of(leaves, lane):
-    return [*(Value(ValueKind.VIEW, p) for p in leaves), Value(ValueKind.LANE, lane)]
+inputs_of = lambda leaves, lane: [*(Value(ValueKind.VIEW, p) for p in leaves), Value(ValueKind.LANE, lane)]
 
 
 def parts_of(function, leaves, lane):
@@ -111,8 +108,7 @@ def parts_of(function, leaves, lane):
     return (operands, pullback(to_outputs)[0]), jax.vjp(wanted, leaves)[1](to_outputs)[0]
 
 
-def signs_of(leaves):
-    return [random_signs(jnp.uint32(7), i, x) for i, x in enumerate(leaves)]
+signs_of = lambda leaves: [random_signs(jnp.uint32(7), i, x) for i, x in enumerate(leaves)]
 
 
 def both(function, leaves, lane):
