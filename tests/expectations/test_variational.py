@@ -170,6 +170,24 @@ def test_bounds_have_a_value_for_each_member_of_the_batch_and_refuse_other_shape
     refused(TypeError, "is not the density of its samples", V.importance_weighted(2), KEY, masked, lambda z: -z)
 
 
+def test_bounds_that_charge_samples_with_their_own_weights_refuse_a_joint_density_that_mixes_them():
+    def traced(way, joint, events=0):
+        proposal = dist.Bernoulli(logits=ones) if way in (V.leave_one_out, V.vimco) else dist.Normal(ones, 1.0)
+        return jax.eval_shape(lambda: way(4)(KEY, proposal.to_event(events), joint))
+
+    ones = jnp.ones(3)
+    mixing = {
+        "samples": lambda z: (z.astype(float) - z.mean(0)) ** 2,
+        "members of the batch": lambda z: (z > 0).astype(float) - (z > 0).mean(1, keepdims=True),
+    }
+    for name, joint in mixing.items():
+        for way in (V.leave_one_out, V.vimco, V.doubly_reparameterized):
+            refused(ValueError, f"log_joint mixes the {name}", traced, way, joint)
+            traced(way, lambda z: z.astype(float) - jax.lax.stop_gradient(z.mean(0)))
+            traced(way, lambda z: jnp.var(z, axis=1), 1)
+        traced(V.importance_weighted, joint)  # pathwise derivatives go wherever samples go
+
+
 # A mixture with two plates: a global location, a discrete class of each datum, and a shift of each datum.
 DATA = jnp.array([-1.0, 0.5, 2.0])
 PARAMS = {"loc": 0.3, "scale": 0.5, "logits": jnp.array([-0.4, 0.2, 0.6]), "shift": jnp.array([0.1, -0.2, 0.3])}

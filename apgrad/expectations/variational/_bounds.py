@@ -16,8 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.arguments import whole
+from apgrad._ground.primitives import mark
+from apgrad._programs.jaxprs import trace
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._ledger import Mark
 from apgrad.expectations._ports import dice
+from apgrad.expectations._programs.leading_axes import mixes_entries
 
 LogJoint = Callable[[jax.Array], jax.Array]
 Bound = Callable[[jax.Array, Any, LogJoint], jax.Array]
@@ -51,6 +55,22 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
     raise ValueError(f"{what}: log_joint returned shape {found}. {instead}")
 
 
+def require_own(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> None:
+    """Refuses a log-joint that mixes samples or members of the batch: a score pays for the weight of its own alone."""
+    axes = 1 + len(distributions.batch_shape(proposal, z[0]))
+    program, _ = trace(lambda z: mark(log_joint(mark(z, Mark.DRAWN, axes)), Mark.COST, axes), z)
+    for axis in range(axes):
+        if z.shape[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.COST,), axis):
+            they = "members of the batch" if axis else "samples"
+            why = (
+                f"{what}: log_joint mixes the {they}, and a sample pays for its own value: the gradient would be wrong"
+            )
+            instead = (
+                "Make one event of what acts on each other (.to_event), or give jax.lax.stop_gradient of a statistic"
+            )
+            raise ValueError(f"{why}. {instead}.")
+
+
 def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
     """For each sample all values, (samples, samples, ...), with others in the sample's own place."""
     own = jnp.eye(len(x), dtype=bool).reshape(len(x), len(x), *[1] * (x.ndim - 1))
@@ -64,6 +84,7 @@ def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Arra
     def bound(key, proposal, log_joint):
         z = draw(what, key, proposal, samples, pathwise=False)
         weights, zeros = log_weights(what, proposal, log_joint, z), scores(what, proposal, z)
+        require_own(what, proposal, log_joint, z)
         b = baselines(lax.stop_gradient(weights))
         # The bound pays for all samples; each of them pays less its own baseline.
         less = dice(0, zeros, jnp.where(jnp.isfinite(b), b, 0))

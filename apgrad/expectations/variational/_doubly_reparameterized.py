@@ -24,7 +24,7 @@ from jax import lax
 from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations.estimators._choice_estimator import fixed
-from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_weights, scores
+from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_weights, require_own, scores
 
 
 def doubly_reparameterized(samples: int) -> Bound:
@@ -48,6 +48,7 @@ def doubly_reparameterized(samples: int) -> Bound:
     def bound(key, proposal, log_joint):
         z = draw(what, key, proposal, samples)
         weights = log_weights(what, proposal, log_joint, z)
+        require_own(what, proposal, log_joint, z)
         # The weights as functions of the samples alone: parameters that log_joint closes over are constants.
         of_samples = log_weights(what, lax.stop_gradient(proposal), fixed(log_joint), z)
         others = jax.nn.logsumexp(in_own_place(lax.stop_gradient(of_samples)), axis=1)
