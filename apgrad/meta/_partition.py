@@ -42,6 +42,11 @@ def merge(trained: Any, fixed: Any) -> Any:
     return jax.tree.map(lambda a, b: a if b is None else b, trained, fixed, is_leaf=hole)
 
 
+def copied(tree: Any) -> Any:
+    """The pytree with modules and variables of its own: what is written to them stays here."""
+    return jax.tree.map(lambda x: x, tree)
+
+
 def value_and_gradient(loss: Callable[[Any], Any], theta: Any, *, has_aux: bool = False) -> tuple[Any, Any]:
     """`jax.value_and_grad` with respect to what is trained."""
     trained, fixed = partition(theta)

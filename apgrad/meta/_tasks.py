@@ -12,6 +12,8 @@ from flax import nnx
 
 from apgrad import mplp
 from apgrad._ground.arguments import bounds, meets, number, whole
+from apgrad._programs import pure
+from apgrad.meta._partition import copied, merge, partition
 from apgrad.meta.data import Images
 
 __all__ = ["Learner", "Task", "accuracy", "images", "message_passing", "mlp", "optimizer", "pool", "sinusoid"]
@@ -250,10 +252,12 @@ def message_passing(network: mplp.Network) -> Learner:
 def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callable[[Any, Any], jax.Array]) -> Learner:
     """An optax optimizer on the true gradient; theta is what it is made of.
 
+    Of the parameters an `nnx.Variable` that is no `nnx.Param` stays as it is.
+
     Args:
       make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer. Adam and its
         kin want `eps_root=1e-16` or so: at a gradient of 0, as of a relu unit that is off, a root has no derivative.
-      loss: `(params, batch) -> scalar`, the loss whose gradient the optimizer gets.
+      loss: `(params, batch) -> scalar`, whose gradient the optimizer gets. It writes to no parameter, or a ValueError.
 
     Example:
       >>> import jax.numpy as jnp, optax, apgrad as ap
@@ -264,13 +268,15 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
     """
 
     def init(theta, params, batch):
-        return make(theta).init(params)
+        return make(theta).init(partition(params)[0])
 
     def step(theta, params, state, batch):
-        of = lambda params: loss(params, batch)
-        value, gradient = jax.value_and_grad(of)(params)
+        trained, fixed = partition(params)
+        unchanged = pure.unchanged("the loss of meta.optimizer", lambda params: loss(params, batch))
+        of = lambda trained: unchanged(merge(trained, copied(fixed)))
+        value, gradient = jax.value_and_grad(of)(trained)
         rule = optax.with_extra_args_support(make(theta))
-        updates, state = rule.update(gradient, state, params, value=value, grad=gradient, value_fn=of)
-        return optax.apply_updates(params, updates), state
+        updates, state = rule.update(gradient, state, trained, value=value, grad=gradient, value_fn=of)
+        return merge(optax.apply_updates(trained, updates), fixed), state
 
     return Learner(init, step)

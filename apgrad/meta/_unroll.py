@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from apgrad import mplp
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.messages import describe, tuple_of
+from apgrad.meta._partition import copied
 from apgrad.meta._tasks import Learner, Task
 
 __all__ = ["Evaluation", "Inner", "Problem", "WithPrior", "batch_entropy", "entropy_penalty", "evaluate"]
@@ -107,6 +108,11 @@ def inner_problem(
             raise TypeError(f"with learn_prior theta is a WithPrior(learner, prior), got {got}")
         return theta if learn_prior else WithPrior(theta, None)
 
+    def task_loss(params, batch):
+        found = task.loss(params, batch)
+        # A count, such as of errors, has no fractions.
+        return found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(float)
+
     def init(theta, key):
         meta, prior = parts(theta)
         keys = jax.random.split(key, 4)
@@ -119,8 +125,9 @@ def inner_problem(
     def step(theta, inner):
         meta, _ = parts(theta)
         batch = task.batch(inner.task, jax.random.fold_in(inner.key, inner.t))
-        params, state = learner.step(meta, inner.params, inner.learner, batch)
-        seen = task.loss(inner.params if hint_before else params, batch)
+        own = copied(inner)
+        params, state = learner.step(meta, own.params, own.learner, batch)
+        seen = task_loss(inner.params if hint_before else params, batch)
         weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
@@ -128,7 +135,7 @@ def inner_problem(
         return inner._replace(params=params, learner=state, t=inner.t + 1), loss
 
     def step_before_the_horizon(theta, inner):
-        loss = lambda: task.loss(inner.params, task.batch(inner.task, inner.key))
+        loss = lambda: task_loss(inner.params, task.batch(inner.task, inner.key))
         ended = lambda: (inner._replace(t=inner.t + 1), jnp.zeros_like(jax.eval_shape(loss)))
         # A `cond` leaves out the derivative of a step after the horizon, which may be NaN; `where` does not.
         return jax.lax.cond(inner.t < inner.horizon, lambda: step(theta, inner), ended)
@@ -137,7 +144,7 @@ def inner_problem(
         if not held_out:
             return jnp.zeros((), float)
         batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
-        return held_out * task.loss(inner.params, batch)
+        return held_out * task_loss(inner.params, batch)
 
     def put(inner, part):  # after the last step of an unroll's own length t goes on, and noise does not
         alive = inner.t <= inner.horizon
@@ -169,7 +176,8 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
 
 
 def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
-    state, loss = tuple_of(2, "a problem's step returns the pair (state, loss)", problem.step(theta, state))
+    made = problem.step(theta, copied(state))
+    state, loss = tuple_of(2, "a problem's step returns the pair (state, loss)", made)
     return state, scalar("the loss of a step", loss)
 
 
@@ -251,7 +259,7 @@ def evaluate(
         drawn = task.draw(keys[0])
         params = task.prior(keys[1]) if prior is None else prior
         held_out = task.held_out(drawn, keys[3])
-        judge = lambda params: jnp.asarray(measure(params, held_out))
+        judge = lambda params: jnp.asarray(measure(copied(params), held_out))
         state = learner.init(theta, params, task.batch(drawn, keys[2]))
 
         def step(carry, key):

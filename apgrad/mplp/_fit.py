@@ -162,8 +162,10 @@ def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
     """Inputs and targets as arrays; without `wait` targets that a device may be computing are not looked at."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(f"{what} is a pair (x, y) of inputs and targets, got {type(batch).__name__}")
+    # JAX reads a NumPy array later, when the loader may have written the next minibatch there: so it gets a copy.
+    own = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.array(x))
     try:
-        pair = jnp.asarray(batch[0]), jnp.asarray(batch[1])
+        pair = own(batch[0]), own(batch[1])
     except (TypeError, ValueError) as error:
         kinds = [str(getattr(each, "dtype", type(each).__name__)) for each in batch]
         raise TypeError(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import apgrad as ap
 from apgrad import meta
@@ -100,6 +101,40 @@ def test_derivatives_are_those_of_the_documented_loss(x64, options):
     assert all(jnp.any(jnp.abs(g) > 1e-4) for g in jax.tree.leaves(truth))
     started = truth._replace(prior=jax.tree.map(jnp.zeros_like, truth.prior)) if options.get("learn_prior") else truth
     close(estimates(theta), [(loss, truth), (loss, truth), (loss, started)], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shortest", [None, 2])
+def test_a_loss_that_counts_is_weighed_as_others_are(shortest):
+    """A weight of .3 as an integer is 0."""
+    count = lambda params, batch: jnp.sum(jnp.abs(predict(params, batch[0])[1] - batch[1]) > 0.1)
+    whole = lambda params, batch: count(params, batch).astype(float)
+    learner = meta.optimizer(optax.sgd, error)
+    problems = [
+        meta.inner_problem(family()._replace(loss=loss), learner, T, shortest=shortest) for loss in (count, whole)
+    ]
+    results = jax.jit(lambda key: [meta.objective(p, 0.1, key) for p in problems])(jax.random.key(0))
+    found = [(loss, losses) for loss, (losses, _) in results]
+    assert found[1][1][0] > 0
+    close(found[0], found[1])
+
+
+def test_losses_and_measures_are_of_parameters_as_they_are_though_they_are_written_to():
+    def step(theta, params, state, batch):
+        params[...] = params[...] - theta
+        return params, state
+
+    def measure(params, batch):
+        found = params[...] + 0.0
+        params[...] = -found
+        return found
+
+    learner = meta.Learner(lambda theta, params, batch: (), step)
+    task = family()._replace(prior=lambda key: nnx.Param(jnp.asarray(1.5)), loss=lambda p, batch: p[...] ** 2)
+    problem = lambda before: meta.inner_problem(task, learner, 2, hint=1.0, held_out=0.0, hint_before=before)
+    losses = jax.jit(lambda key: [meta.objective(problem(b), 0.5, key)[0] for b in (True, False)])(jax.random.key(0))
+    close(losses, [(1.5**2 + 1.0**2) / 2, (1.0**2 + 0.5**2) / 2])
+    run = jax.jit(lambda key: meta.evaluate(task, learner, 0.5, key, 2, measure, tasks=None))
+    close(run(jax.random.key(0)), jnp.array([1.5, 1.0, 0.5]))
 
 
 def first(outer, theta, key):

@@ -28,6 +28,16 @@ def quadratic(length=T):
     return meta.Problem(init, step, lambda theta, s: jnp.zeros((), theta.dtype), length)
 
 
+def in_place():
+    """The same, of a state that a step writes to."""
+
+    def step(theta, state):
+        state[...], loss = quadratic().step(theta, state[...])
+        return state, loss
+
+    return quadratic()._replace(init=lambda theta, key: nnx.Variable(quadratic().init(theta, key)), step=step)
+
+
 def smoothed(theta, segments):
     """dL/dtheta of the objective in which each segment of steps has its own perturbation; segments sum to T."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
@@ -82,9 +92,10 @@ def test_truncation_has_the_bias_of_truncation(x64):
     assert abs(total / exact(THETA) - 1) > 0.25  # short-sighted
     assert carry.t == 0  # and begins anew
     np.testing.assert_allclose(carry.state, START)
-    staggered = jax.jit(meta.batched(meta.truncated(quadratic(), 2), 50).init)(THETA, jax.random.key(0))
-    assert set(np.asarray(staggered.t).tolist()) == {0, 2, 4}
-    np.testing.assert_allclose(staggered.state, START * (1 - THETA * A) ** np.asarray(staggered.t), rtol=1e-5)
+    for problem in (quadratic(), in_place()):
+        staggered = jax.jit(meta.batched(meta.truncated(problem, 2), 50).init)(THETA, jax.random.key(0))
+        assert set(np.asarray(staggered.t).tolist()) == {0, 2, 4}
+        np.testing.assert_allclose(staggered.state, START * (1 - THETA * A) ** np.asarray(staggered.t), rtol=1e-5)
 
 
 def test_a_final_loss_counts_at_the_end_alone_though_it_has_no_derivative_before(x64):

@@ -168,6 +168,26 @@ def test_a_learned_prior_comes_with_its_learner():
         refused(TypeError, f"WithPrior.* {words}", jax.eval_shape, slope, theta)
 
 
+def test_an_inner_optimizer_trains_what_an_outer_one_does():
+    """A variable that is no nnx.Param stays; one that the loss writes to is refused, since what is written is lost."""
+
+    def loss(params, batch):
+        return jnp.sum((params["w"][...] * batch - params["mean"][...]) ** 2)
+
+    def counts(params, batch):
+        params["mean"][...] = params["mean"][...] + batch
+        return loss(params, batch)
+
+    params = {"w": nnx.Param(jnp.ones(2)), "mean": nnx.BatchStat(jnp.full(2, 3.0))}
+    params["key"] = nnx.RngKey(jax.random.key(0))
+    make = lambda rate: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(rate))
+    step = lambda learner: learner.step(0.1, params, learner.init(0.1, params, 1.0), 1.0)[0]
+    new = jax.jit(lambda: step(meta.optimizer(make, loss)))()
+    np.testing.assert_array_equal(new["mean"], np.full(2, 3.0))
+    assert np.all(new["w"][...] > 1.0) and new["key"][...] == params["key"][...]
+    refused(ValueError, "loss of meta.optimizer .* changes its arguments", step, meta.optimizer(optax.sgd, counts))
+
+
 def test_learning_is_judged_by_mean_and_standard_error_over_tasks():
     """64 tasks by default."""
     task, steps, key, theta = meta.sinusoid(sizes=(1, 20, 1)), 3, jax.random.key(3), jnp.float32(0.01)

@@ -65,6 +65,21 @@ def test_fit_gives_the_same_bits_again_and_leaves_the_model():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(given), before)
 
 
+def test_minibatches_that_are_written_into_one_buffer_are_read_before_the_next():
+    """JAX reads a large NumPy array after the call has returned, and so what stands there by then."""
+    data = np.random.default_rng(0).normal(size=(12, 256, 400)).astype(np.float32)
+    y, buffer = np.eye(10, dtype=np.float32)[np.arange(256) % 10], np.empty_like(data[0])
+    linear = nnx.Sequential(nnx.Linear(400, 10, rngs=nnx.Rngs(0)))
+
+    def one_buffer():
+        for x in data:
+            buffer[:] = x
+            yield buffer, y
+
+    found = [mplp.fit(linear, each, RULE, 12, progress=False) for each in (one_buffer(), [(x, y) for x in data])]
+    np.testing.assert_array_equal(found[0].losses, found[1].losses)
+
+
 def recurrent(cell):
     rngs = nnx.Rngs(0)
     read = lambda x: x.reshape(x.shape[0], 6, 6)
