@@ -522,9 +522,8 @@ def test_memories_in_control_flow_with_pytrees_closures_and_vmap(memory):
 def test_dtypes_of_memories(memory, dtype):
     with jax.enable_x64(dtype == "float64"):
         p, x = parameters(dtype), jax.random.normal(KEY, (128, 3), dtype)
-        random = memory(squares, p, x)
-        ways = jax.grad(random, argnums=1, allow_int=True), jax.grad(squares, allow_int=True)
-        found, truth = jax.jit(lambda key, *args: (ways[0](key, *args), ways[1](*args)))(KEY, p, x)
+        ours, plain = jax.grad(memory(squares, p, x), argnums=1, allow_int=True), jax.grad(squares, allow_int=True)
+        found, truth = jax.jit(lambda key, *args: (ours(key, *args), plain(*args)))(KEY, p, x)
         assert found["w"].dtype == dtype
         assert_near(found["w"], truth["w"])
         assert_finite(found)

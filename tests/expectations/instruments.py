@@ -27,8 +27,7 @@ def visit(tape, parameter, baseline=None, **options):
 
 def assert_gradient(program, theta, truth, lanes, estimates, **options):
     """The gradient of the program's expectation is unbiased."""
-    gradient = ap.grad(program, lanes, **options)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), truth, KEY, estimates)
+    ap.testing.assert_unbiased(lambda key: ap.grad(program, lanes, **options)(key, theta), truth, KEY, estimates)
 
 
 def traced(program, *args, lanes=4, **options):

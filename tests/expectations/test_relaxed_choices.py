@@ -120,8 +120,8 @@ def test_gumbel_softmax_has_the_derivative_of_the_relaxation(hard):
     name = "gumbel_softmax, hard" if hard else "gumbel_softmax"
     coin = lambda logits: dist.Bernoulli(logits=logits[:1])
     ap.testing.assert_unbiased(estimates(coin, BIASED[name]), for_all_models(jax.grad(relaxed)), KEY, 1_000)
-    truth = true_gradient(lambda logits: None)  # two coins of which the cost sees one
-    exact = for_all_models(lambda u, model: truth(u, model.at[1:, 1].set(0)))
+    # Two coins of which the cost sees one.
+    exact = for_all_models(lambda u, model: true_gradient(two_coins)(u, model.at[1:, 1].set(0)))
     refused(AssertionError, "biased", ap.testing.assert_unbiased, estimates(coin, BIASED[name]), exact, KEY, 1_000)
 
 

@@ -194,8 +194,7 @@ def test_what_an_estimator_of_a_user_returns_is_looked_at():
 
 
 def test_what_goes_wrong_in_a_function_of_an_estimator_says_how_it_is_called():
-    density = ap.likelihood_ratio().score
-    mine = ap.Estimator("mine", pathwise=density)
+    mine = ap.Estimator("mine", pathwise=ap.likelihood_ratio().score)
     for estimator in (mine, ap.Mixer("two", (mine, mine), HALF)):
         objective = ap.expectation(paid(ap.stochastic(estimator)(unit_normal)), 4)
         words = r"pathwise of the estimator mine, called as pathwise\(distribution, key\)"

@@ -100,8 +100,7 @@ def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go
     np.testing.assert_allclose(phi, jnp.mean(2.0 - to_go))
     assert objective(KEY, jnp.zeros(4), 2.0) == 1000 + jnp.mean(to_go)
     # The regression's own second derivative; the objective does not depend on phi otherwise.
-    second = jax.jit(jax.hessian(objective, argnums=2))(KEY, jnp.zeros(4), 2.0)
-    np.testing.assert_allclose(second, 1.0)
+    np.testing.assert_allclose(jax.jit(jax.hessian(objective, argnums=2))(KEY, jnp.zeros(4), 2.0), 1.0)
 
 
 def test_parts_are_charged_with_their_own_costs_and_the_lane_with_all():

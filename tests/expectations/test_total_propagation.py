@@ -450,8 +450,7 @@ def test_large_targets_are_sketched(monkeypatch):
     def gradient(estimator, lanes, **options):
         make = lambda w, x: dist.Normal(jnp.tanh(w[:4] @ x) + 0 * jnp.sum(w), 0.3).to_event(1)
         draw = lambda tape, w: rollout(estimator, make, tape, w, jnp.ones((tape.lanes, 4)), 3)
-        program = paid(draw, lambda x: jnp.sum(x**2, axis=-1))
-        return lambda key: ap.grad(program, lanes, **options)(key, weights)[:4]
+        return lambda key: ap.grad(paid(draw, lambda x: jnp.sum(x**2, axis=-1)), lanes, **options)(key, weights)[:4]
 
     found = lambda: ap.testing.moments(gradient(ap.total_propagation(), 40, cross_fit=True), KEY, 1_000)
     sketched, reference = found(), jax.jit(gradient(ap.reparameterization(), 200_000))(KEY)
@@ -491,8 +490,7 @@ def test_errors():
         return tape.cost(jax.grad(rest)(theta) * jnp.ones(4))
 
     def one(weights, target="arguments"):
-        node = ap.stochastic(ap.total_propagation(weights=weights, target=target))(lambda t: dist.Normal(t, 1.0))
-        return paid(node)
+        return paid(ap.stochastic(ap.total_propagation(weights=weights, target=target))(lambda t: dist.Normal(t, 1.0)))
 
     resampled = lambda tape, theta: ap.gaussian_resampling(*sampled(tape, theta, ap.reparameterization()))
     error("halves of them are not independent", paid(resampled))
