@@ -77,6 +77,7 @@ taken = lambda draw: lambda d: ap.expectation(lambda tape: draw(tape, d)[0].cost
 
 
 sampled = lambda estimator: taken(lambda tape, d: ap.sample(tape, d, estimator))
+node = lambda estimator: taken(lambda tape, d: ap.stochastic(estimator)(lambda _: d.to_event(1))(tape, 1.0))
 
 
 bound = lambda made: lambda d: jnp.sum(made(KEY, d, lambda z: -(z**2)))
@@ -86,6 +87,8 @@ SCORES = {
     "likelihood_ratio": sampled(ap.likelihood_ratio(None)),
     "an estimator of one's own": sampled(ap.Estimator("own", score=lambda d, x: d.log_prob(x))),
     "total_propagation": sampled(ap.total_propagation(None)),
+    "likelihood_ratio, a node": node(ap.likelihood_ratio(None)),
+    "total_propagation, a node": node(ap.total_propagation(None)),
     "rloo": taken(lambda tape, d: ap.choose(tape, d, lambda z: (z, None), ap.rloo(2))),
     "a branch": taken(lambda tape, d: tape.parallel(lambda t: ap.sample(t, d, ap.likelihood_ratio(None)))),
     "sticking_the_landing": bound(ap.variational.sticking_the_landing()),
@@ -104,7 +107,7 @@ def test_all_that_take_scores_refuse_moving_supports_and_second_derivatives_at_k
 
     ones = jnp.ones(4)
     for moving in (lambda theta: dist.Uniform(0 * ones, theta), lambda theta: dist.Uniform(theta * ones, 2.0)):
-        refused(TypeError, "bounds of the support of Uniform depend on a diff", derivative, moving)
+        refused(TypeError, "bounds of the support of .* depend on a diff", derivative, moving)
     with jax.numpy_dtype_promotion("standard"):  # NumPyro's density promotes
         derivative(lambda theta: dist.TruncatedNormal(theta * ones, 1.0, low=-1.0, high=2.0))
     kinked = lambda theta: dist.Laplace(theta * ones)

@@ -153,6 +153,23 @@ def test_closures_of_nodes_and_of_estimators_are_seen_alike_eagerly_and_compiled
     np.testing.assert_allclose(gradients(0.5, 0.4), jax.jit(gradients)(0.5, 0.4), rtol=1e-4)
 
 
+class Own(NamedTuple):
+    """A normal distribution of one's own, which holds what lanes share, or None, beside what is their own."""
+
+    x: jax.Array
+    shared: jax.Array | None = None
+
+    mean = property(lambda self: jnp.real(self.x) if self.shared is None else self.x @ self.shared)
+
+    def rsample(self, key):
+        return self.mean + jax.random.normal(key, self.mean.shape)
+
+    def log_prob(self, y):
+        return -jnp.sum((y - self.mean) ** 2, axis=range(1, y.ndim)) / 2
+
+    sample, has_rsample = rsample, True
+
+
 def test_while_loops_none_and_complex_parameters_in_a_node():
     def gradient(make, theta, target="arguments"):
         node = ap.stochastic(ap.total_propagation(target=target))(make)
@@ -164,19 +181,7 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
     looped = lambda theta, x: dist.Normal(loop(theta, x), 1.0)
     refused(TypeError, r"lax.while_loop, which a parameter of the node goes through", gradient, looped, 0.5)
 
-    class Shifted(NamedTuple):
-        loc: jax.Array
-        none: None = None
-
-        def sample(self, key):
-            return jnp.real(self.loc) + jax.random.normal(key)
-
-        def log_prob(self, x):
-            return -((x - jnp.real(self.loc)) ** 2) / 2
-
-        rsample = sample
-
-    shifted = lambda theta, x: Shifted(theta * x.astype(theta.dtype))
+    shifted = lambda theta, x: Own(theta * x.astype(theta.dtype))
     assert jnp.isfinite(gradient(shifted, 0.5))
     both = [gradient(shifted, jnp.complex64(1 + 1j), target) for target in ("arguments", "parameters")]
     np.testing.assert_allclose(*both, rtol=1e-5)
@@ -550,24 +555,9 @@ def test_what_lanes_share_of_a_mixture_may_be_as_long_as_the_lanes():
     assert_gradient(lambda tape, theta: paid(draw)(tape, *theta), theta, truth, 4, 2000, cross_fit=True)
 
 
-class Linear(NamedTuple):
-    """A distribution of one's own, which holds what lanes share beside what is their own."""
-
-    x: jax.Array  # (lanes, 4)
-    shared: jax.Array  # (4, 4)
-
-    def rsample(self, key):
-        return self.x @ self.shared + jax.random.normal(key, self.x.shape)
-
-    def log_prob(self, y):
-        return -jnp.sum((y - self.x @ self.shared) ** 2, axis=-1) / 2
-
-    sample, has_rsample = rsample, True
-
-
 def test_what_a_distribution_of_ones_own_shares_may_be_as_long_as_the_lanes():
     x = jnp.array([[1.0, 0.0, 2.0, -1.0], [0.5, 1.0, 1.0, 1.0], [-1.0, 1.0, 0.0, 2.0], [1.0, 1.0, -0.5, 0.0]])
-    program = paid(lambda tape, w: ap.sample(tape, Linear(x, w), ap.total_propagation()), lambda y: jnp.sum(y**2, -1))
+    program = paid(lambda tape, w: ap.sample(tape, Own(x, w), ap.total_propagation()), lambda y: jnp.sum(y**2, -1))
     assert_gradient(program, jnp.eye(4), x.T @ x / 2, 4, 2000, cross_fit=True)
 
 
