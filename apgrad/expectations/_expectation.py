@@ -14,13 +14,13 @@ from jax import lax
 from apgrad._ground.arguments import integers, is_single, require_parameters, whole
 from apgrad._ground.keys import is_key, require_key
 from apgrad._ground.messages import tuple_of
-from apgrad._ground.primitives import refuse_message
+from apgrad._ground.primitives import mark, refuse_message
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._lanes import cost_shape_error
-from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, count_marks, followed, require_apart
+from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, count_marks, followed, require_threaded
 from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._programs.leading_axes import marks_with_outer_axis, mixes_entries
 from apgrad.expectations._score import require_weighable
@@ -211,7 +211,7 @@ def run_program(
     """One trace of a program: its last tape, and aux. `given` are arrays for ports, which else begin with zeros."""
     token = LEDGER.set(ledger)
     try:
-        total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
+        total = mark(jnp.zeros(()), Mark.TOTAL, 0) if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
         ports = {port: jnp.zeros(port.shape, port.dtype or plan.dtype) for port in plan.ports} | (given or {})
         if SEED in ports:
             ports[SEED] = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
@@ -238,7 +238,7 @@ def make_plan(
     """
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
-    collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._key)
+    collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._total)
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     _require_parts(plan, ledger)
@@ -252,7 +252,7 @@ def make_plan(
     if "discounting" in done and "weighing" in done:
         mixed = f"{done['weighing']} mixes it with pathwise derivatives, which do not fade. Use likelihood_ratio()."
         raise ValueError(f"tape.discount fades what costs charge choices with, and {mixed}")
-    require_apart(collected)
+    require_threaded(collected)
     if own_costs and "scoring" in done:
         _require_own_costs(collected, plan, ledger)
     if "baselined" in done:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from apgrad._ground.primitives import mark
+from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import Program, inside_of, nested, variables
 from apgrad.expectations._ports import Port
 
@@ -23,6 +24,7 @@ class Mark(enum.Enum):
     DRAWN = enum.auto()
     SCORE = enum.auto()
     COST = enum.auto()
+    TOTAL = enum.auto()  # at what stands for the sum of costs when the program begins
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
     # Where a branch of `parallel` begins, or all have ended; the label: the fork, and the branch's number or None.
     BRANCH = enum.auto()
@@ -160,3 +162,21 @@ def require_apart(program: Program) -> None:
         # What a program inside closes over is an operand of its equation.
         for inner in inside_of(eqn):
             require_apart(inner)
+
+
+def require_threaded(program: Program) -> None:
+    """`require_apart`, and no `lax.stop_gradient` on the way of the tape, whose total is the last output."""
+    require_apart(program)
+
+    def transfer(eqn, facts):
+        if eqn.primitive.name == "mark" and eqn.params["kind"] is Mark.TOTAL:
+            return [True]
+        if any(facts) and nested(eqn) is not None:
+            return None
+        return [any(facts) and eqn.primitive.name != "stop_gradient"] * len(eqn.outvars)
+
+    if not flow(program, [], transfer, lambda a, b: a and b, lambda _: False)[-1]:
+        raise ValueError(
+            "jax.lax.stop_gradient was called on the tape, say in a carry: the costs before would have no derivative, and "
+            "the choices no credit. Call it on the state alone: (tape, jax.lax.stop_gradient(state))."
+        )

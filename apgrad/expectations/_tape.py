@@ -205,7 +205,7 @@ class Tape:
         key, *keys = jax.random.split(self._key, len(branches) + 1)
 
         def run(index, key, ports):
-            total = jax.tree.map(jnp.zeros_like, self._total)
+            total = jnp.zeros_like(self._total)
             # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache, from another branch,
             # would hide from the first trace what it does, and its sites where they are counted.
             fresh = ledger.collecting or self._plan.sites is not None
@@ -225,7 +225,7 @@ class Tape:
         for index, branch_key in enumerate(keys):
             begin = {port: ports[port] if port.arithmetic.threads else p for port, p in self._ports.items()}
             end, output = run(index, branch_key, begin)
-            total = jax.tree.map(jnp.add, total, end._total)
+            total = total if ledger.collecting else total + end._total
             ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
             ports |= {port: p for port, p in end._ports.items() if port.arithmetic.threads}
             outputs.append(output)

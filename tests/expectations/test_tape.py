@@ -16,7 +16,7 @@ import apgrad as ap
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._ports import Arithmetic, Port
 from tests.cases import cases
-from tests.expectations.instruments import KEY, probe, refused_program, visit
+from tests.expectations.instruments import KEY, probe, refused_program, traced, visit
 from tests.expectations.programs import paid
 from tests.refusals import refused
 
@@ -281,6 +281,28 @@ WRONG_VALUES = [
     (OF_BASELINE, lambda tape: visit(tape, ONES, lambda d: jnp.ones(3))),
     (OF_BASELINE, lambda tape: visit(tape, ONES, lambda d: 1.0)),
 ]
+
+
+CUT = jax.lax.stop_gradient
+CUTTING = (
+    lambda t, x: CUT((t, x)),
+    lambda t, x: (jax.lax.scan(lambda t, _: (CUT(t).cost(ONES), None), t, length=2)[0], x),
+    lambda t, x: jax.lax.cond(x[0] > 0, CUT, lambda carry: carry, (t, x)),
+    lambda t, x: jax.jit(CUT)((t, x)),
+)
+
+
+def test_a_tape_whose_derivatives_are_cut_is_refused():
+    def program(cut):
+        def run(tape, a):
+            tape, x = cut(visit(tape, a).cost(a), a)
+            return visit(tape, x).cost(x)
+
+        return run
+
+    for cut in CUTTING:
+        refused_program(r"stop_gradient was called on the tape.*state alone", program(cut), ONES)
+    traced(program(lambda t, x: (t, CUT(x))), ONES)
 
 
 def test_wrong_types_and_values_are_refused():
