@@ -177,6 +177,6 @@ def require_threaded(program: Program) -> None:
 
     if not flow(program, [], transfer, lambda a, b: a and b, lambda _: False)[-1]:
         raise ValueError(
-            "jax.lax.stop_gradient was called on the tape, say in a carry: the costs before would have no derivative, and "
-            "the choices no credit. Call it on the state alone: (tape, jax.lax.stop_gradient(state))."
+            "jax.lax.stop_gradient was called on the tape, say in a carry: costs before have no derivative then, and "
+            "choices no credit. Call it on the state alone: (tape, jax.lax.stop_gradient(state))."
         )
