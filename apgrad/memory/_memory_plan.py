@@ -86,9 +86,9 @@ def make_plan(
     passes_on = {v for v, flag in zip(back.jaxpr.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}
     wanted, chosen = set(variables(back.jaxpr.outvars)), []
     for eqn in reversed(graph.backward):
-        if wanted.isdisjoint(eqn.outvars):
+        if wanted.isdisjoint(eqn.outvars) and not eqn.effects:
             continue
-        root = collapsed.get(eqn.outvars[0])
+        root = collapsed.get(_first_output(eqn))
         sources, last = variables(eqn.invars) if root is None else [root], passes_on.isdisjoint(eqn.outvars)
         sampled = root is not None or any(memory.is_large(at[v]) for v in graph.coefficients(eqn))
         if not last or sampled or jaxprs.nested(eqn) is not None:
@@ -159,10 +159,10 @@ class PullbackGraph:
             shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
             if multiplies(eqn, messages) and len(roots) == 1 and len(shapes) == 1:
                 root[eqn.outvars[0]] = roots.pop()
-        elementwise = [eqn for eqn in self.backward if eqn.outvars[0] in root]
+        elementwise = [eqn for eqn in self.backward if _first_output(eqn) in root]
         outside = set(variables(self.jaxpr.outvars))
         for eqn in self.backward:
-            outside |= {v for v in variables(eqn.invars) if v in root and root.get(eqn.outvars[0]) is not root[v]}
+            outside |= {v for v in variables(eqn.invars) if v in root and root.get(_first_output(eqn)) is not root[v]}
         return {v: (root[v], needed(elementwise, [v])) for v in root if v in outside}
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
@@ -175,6 +175,11 @@ class PullbackGraph:
             run_all(eqns, local)
             derivatives.append(local[out])
         return [values[v] for v in frontier], derivatives
+
+
+def _first_output(eqn: Any) -> Any:
+    """None for a callback, as of `jax.debug.print`."""
+    return next(iter(eqn.outvars), None)
 
 
 def _derivatives_sooner(program: Program, outputs: int) -> Program:

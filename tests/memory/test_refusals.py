@@ -58,7 +58,9 @@ REFUSED = {name: loss(backward) for name, backward in NOT_LINEAR.items()} | {
     "within a custom_jvp function": lambda w, x: jnp.sum(around(x @ w) @ w),
     "in the tangents of a custom_jvp function alone": lambda w, x: jnp.sum(within(x @ w) @ w),
 }
+SEEN: list[float] = []
 LINEAR = {
+    "printed": lambda x, m: (jax.debug.callback(lambda m: SEEN.append(float(m)), jnp.sum(m)), m * x)[1],
     "scaled": lambda x, m: jnp.cos(x) * m,
     "masked": lambda x, m: jnp.where(x > 0, m, 0.0),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * x, None), m, length=2)[0],
@@ -102,6 +104,8 @@ def test_zeros_that_are_kept_in_forward_are_a_message():
 def test_linear_ones_are_not():
     total = lambda w, x: sum(loss(backward)(w, x) for backward in LINEAR.values())
     assert_exact(ap.randomize(total, R.rounding(32), min_size=16), total, W, X, rtol=1e-4, atol=1e-5)
+    jax.effects_barrier()
+    np.testing.assert_allclose(*SEEN, rtol=1e-5)  # by each of the two
 
 
 def test_a_randomized_part_is_linear():
