@@ -28,6 +28,18 @@ def test_messages_add_up_at_a_fan_out_and_none_is_lost_or_counted_twice():
     assert jax.grad(f)(1.0) == 22.0
 
 
+@cases("way", TRANSFORMS)
+@pytest.mark.parametrize("perturbed", [False, True])
+def test_copies_that_differ_in_what_they_remember_alone_have_a_message_each(way, perturbed):
+    """As random memories of one function by many keys: the message to a value that is not mapped is the sum of all."""
+    back = lambda n, m: (m * n.astype(m.dtype), None)
+    times = ap.node(ap.Propagator(lambda x, n, perturbed=None: (x, n), back), perturbed=perturbed)
+    each = jax.vmap(jax.vmap(lambda x, n: way(lambda x: times(x, n))(x), (None, 0)), (None, 0))
+    weights, numbers = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), np.array([[10, 0], [1, 5]], np.int32)
+    mapped = jax.jit(jax.grad(lambda x: jnp.sum(weights * each(x, numbers))))
+    np.testing.assert_allclose(mapped(2.0), np.sum(weights * numbers), rtol=1e-6)
+
+
 def test_integer_inputs_and_keys_get_no_message():
     forward = lambda x, n, key: (x * n.astype(x.dtype) + jax.random.normal(key), n)
     f = ap.node(ap.Propagator(forward, lambda n, m: (m * n.astype(m.dtype), n, None)))

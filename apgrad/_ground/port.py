@@ -4,13 +4,13 @@ A *port* is an array (or pytree) of zeros that goes forward beside a value. The 
 anything, so it carries the message. A node takes a port as an input and returns it as an output.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import whole
+from apgrad._ground.primitives import mapped_with
 
 
 def refuse_arithmetic(cls: Any, instead: str) -> None:
@@ -47,16 +47,6 @@ def port(template: Any) -> Any:
     return jax.tree.map(zeros, template)
 
 
-def beside(port: Any, values: Any) -> Any:
-    """The zeros of a port, which `jax.vmap` maps where it maps one of the values.
-
-    Of plain zeros, which it does not map, the message would be the sum over all copies.
-    """
-    unlike = [jnp.any(jnp.isnan(x)) for x in jax.tree.leaves(values) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    never = functools.reduce(jnp.logical_or, unlike, jnp.zeros((), bool)) & False  # the compiler removes it
-    return jax.tree.map(lambda zeros: zeros + never.astype(zeros.dtype), port)
-
-
 class Signal(NamedTuple):
     """A value with a port for messages beside it, as a node with learned messages takes and returns it.
 
@@ -82,7 +72,7 @@ class Signal(NamedTuple):
           (4, 3, 8)
         """
         zeros = port(jax.ShapeDtypeStruct((*value.shape, whole("message_size", message_size)), value.dtype))
-        return cls(value, beside(zeros, value))
+        return cls(value, mapped_with(zeros, value))  # else a message would be the sum over all copies
 
 
 refuse_arithmetic(Signal, "a function of signals is mplp.wire(jnp.add, a, b), mplp.activation or another node")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -72,6 +73,19 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
     return _refuse_batching_p.bind(x, reason=reason)
 
 
+def mapped_with(tree: Any, others: Any) -> Any:
+    """The pytree, whose floating-point arrays `jax.vmap` maps where it maps any of the other arrays.
+
+    The message to an array that it does not map is the sum over all copies. A `custom_vjp` function whose memory alone
+    is mapped would send an answer to this sum from each copy, and so multiply messages by their number.
+    """
+    arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+    if not arrays:
+        return tree
+    flag = _any_mapped_p.bind(*arrays)
+    return jax.tree.map(lambda x: _mapped_with_p.bind(jnp.asarray(x), flag) if is_inexact(x) else x, tree)
+
+
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
     """Returns the array as it is, and leaves a mark for those who read the program; it says whether `vmap` maps it."""
     return _mark_p.bind(x, kind=kind, label=label, mapped=False)
@@ -91,6 +105,22 @@ def elementwise(name: str, jvp: Any = None, implementation: Callable[..., Any] =
     through = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])
     ad.primitive_jvps[primitive] = jvp or through
     return primitive
+
+
+def _any_mapped_batched(values, dims):
+    size = next(x.shape[d] for x, d in zip(values, dims, strict=True) if d is not None)
+    return jnp.broadcast_to(_any_mapped_p.bind(*values), size), 0
+
+
+def _any_mapped_jvp(primals, _):
+    return _any_mapped_p.bind(*primals), np.zeros((), jax.dtypes.float0)
+
+
+def _mapped_with_batched(values, dims):
+    (x, flag), (axis, of_flag) = values, dims
+    if axis is None:
+        x, axis = jnp.broadcast_to(x, (flag.shape[of_flag], *x.shape)), 0
+    return _mapped_with_p.bind(x, flag), axis
 
 
 def _refuse_jvp(primals, tangents, *, reason):
@@ -125,6 +155,12 @@ _refuse_p = elementwise("refuse_derivative", _refuse_jvp)
 # Of a linear function such as a backward pass, which is no derivative: one would have raised the error before.
 ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
 _refuse_second_p = elementwise("refuse_second_derivative", _refuse_second_jvp)
+# The second operand says by its axes where the output is mapped, and is otherwise not looked at.
+_mapped_with_p = elementwise("mapped_with")
+batching.primitive_batchers[_mapped_with_p] = _mapped_with_batched
+_any_mapped_p = elementwise("any_mapped", _any_mapped_jvp, lambda *_: jnp.zeros((), bool))
+_any_mapped_p.def_abstract_eval(lambda *_: jax.typeof(np.False_))
+batching.primitive_batchers[_any_mapped_p] = _any_mapped_batched
 _mark_p = elementwise("mark")
 batching.primitive_batchers[_mark_p] = lambda xs, axes, **of: (_mark_p.bind(*xs, **of | {"mapped": True}), *axes)
 _refuse_message_p = elementwise("refuse_message", _refuse_message_jvp)

@@ -16,7 +16,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from apgrad._ground.closures import reached
 from apgrad._ground.messages import Static as Static, check_messages, describe, form_of, numbered, tuple_of
-from apgrad._ground.primitives import refuse_derivative
+from apgrad._ground.primitives import mapped_with, refuse_derivative
 from apgrad._programs import pure
 from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked, varying
 
@@ -70,7 +70,12 @@ def node(
     plain = pure.unchanged("ap.node", propagator.forward)
 
     def forward(inputs, flags):
-        return _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else plain(*inputs))
+        output, memory = _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else plain(*inputs))
+        mapped = mapped_with(output, inputs)
+        # What is remembered of the output too is one array.
+        same = dict(zip(map(id, jax.tree.leaves(output)), jax.tree.leaves(mapped), strict=True))
+        same |= {id(x): x for x in jax.tree.leaves(inputs)}
+        return mapped, jax.tree.map(lambda x: same.get(id(x), x), memory)
 
     @jax.custom_vjp
     def call(*inputs):

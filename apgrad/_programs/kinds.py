@@ -9,7 +9,9 @@ def _names(text: str) -> frozenset[str]:
 IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
 # Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused.
-SAME_VALUE = IDENTITY | _names("mark refuse_batching refuse_derivative refuse_message refuse_second_derivative")
+SAME_VALUE = IDENTITY | _names(
+    "mapped_with mark refuse_batching refuse_derivative refuse_message refuse_second_derivative"
+)
 
 # One output, linear in the first input, that holds all elements of that input (for conversions see `memory`).
 VIEW = _names(
@@ -28,12 +30,13 @@ ELEMENTWISE = _names(
 
 # Outputs that do not depend on the inputs as far as derivatives go.
 NO_DERIVATIVE = _names(
-    """and argmax argmin bitcast_convert_type ceil clz eq floor ge gt iota is_finite le lt ne not or population_count
-    random_bits round shift_left shift_right_arithmetic shift_right_logical sign stop_gradient xor"""
+    """and any_mapped argmax argmin bitcast_convert_type ceil clz eq floor ge gt iota is_finite le lt ne not or
+    population_count random_bits round shift_left shift_right_arithmetic shift_right_logical sign stop_gradient xor"""
 )
 
 # What a function is made of that acts element by element: elementwise primitives, and those that give scalars a shape.
-WITHIN_ELEMENTWISE = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | _names("broadcast_in_dim reshape select_n squeeze")
+WITHIN_ELEMENTWISE = ELEMENTWISE | NO_DERIVATIVE | IDENTITY
+WITHIN_ELEMENTWISE |= _names("broadcast_in_dim mapped_with reshape select_n squeeze")
 
 # Sums of products of the elements of two operands.
 PRODUCT = _names("conv_general_dilated dot_general")
@@ -57,6 +60,7 @@ LINEAR_IN = {
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
     "gather": (0,),
+    "mapped_with": (0,),
     "scatter": (0, 2),
     "scatter-add": (0, 2),
     "scatter-mul": (0,),

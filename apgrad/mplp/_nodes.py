@@ -14,7 +14,8 @@ from jax import lax
 from jax.core import Tracer
 
 from apgrad._ground.arguments import per_axis
-from apgrad._ground.port import Signal, beside, port
+from apgrad._ground.port import Signal, port
+from apgrad._ground.primitives import mapped_with
 from apgrad.mplp._paths import enter
 from apgrad.mplp._places import Parameter, Place, SharedParameter, learned_node, require_signals
 from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
@@ -58,7 +59,7 @@ def shared(place: Place, parameter: Parameter) -> Parameter:
     if rule is not None and not getattr(rule, "sums_uses", False):
         return parameter
 
-    give = lambda value: SharedParameter(value, beside(port(value), value))
+    give = lambda value: SharedParameter(value, mapped_with(port(value), value))
     ask = lambda local: [Shared(local.message, local.parameters[0])]
     use = lambda local, answers: ([], [answers[0].update])
     site = Site(place.name, "shared", "shared", place.places.batch or 1, parameter.value.shape)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import chosen_numbers, integers, nearest, require_call
 from apgrad._ground.keys import require_key, spent
 from apgrad._ground.messages import check_messages, describe, form_of
-from apgrad._ground.port import beside
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs, pure
@@ -342,7 +341,7 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
         got, wanted = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), t) for t in (output, site.output))
         if got != wanted:
             raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")
-        return (output, beside(port, output) if rule.direct else port), (key, params, memory)
+        return (output, port), (key, params, memory)
 
     def backward(memory, message):
         (key, params, memory), (message, result) = memory, message

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from apgrad._ground.messages import Static
-from apgrad._ground.port import beside, port
+from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels, _supports as supports
@@ -69,7 +69,7 @@ def draw_by_mixer(
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in perturbed[:2])
         memory = NodeMemory(shared, lane, pull, Static(flags), seed, visit, number)
-        return (*output, beside(gathered, output)), memory
+        return (*output, gathered), memory
 
     def backward(memory, message):
         to_x, to_zeros, gathered = message
