@@ -28,5 +28,5 @@ TRANSFORMS = {
     "jit of scan": lambda f: jax.jit(in_scan(f)),
     "checkpoint in scan": lambda f: in_scan(jax.checkpoint(f)),
     "vmap in scan": lambda f: in_scan(lambda x: jax.vmap(f)(jnp.stack([x, x]))[1]),
-    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x),
+    "cond": lambda f: lambda x: jax.lax.cond(jnp.all(x > 0), f, lambda x: x, x),
 }

@@ -22,7 +22,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.memory._randomize import recorded
 from apgrad.memory._recompute import choices
-from tests.cases import cases
+from tests.cases import TRANSFORMS, cases
 from tests.memory.unbiased import computed_again
 from tests.refusals import refused
 
@@ -556,13 +556,6 @@ SEEN = {
     "scatter": lambda x, w: x.at[jnp.array([0, 0, 1])].add(w[:3]),
     "windows": lambda x, w: jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "SAME"),
 }
-AROUND = {
-    "plain": lambda f: f,
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "scan": lambda f: lambda x, w: jax.lax.scan(lambda x, _: (f(x, w), None), x, length=2)[0],
-    "cond": lambda f: lambda x, w: jax.lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
-}
 EXACT = functools.partial(ap.randomize, sampler=ap.memory.rounding(32), min_size=1)
 # What is traced of `loss(w)`.
 READERS = {
@@ -578,10 +571,9 @@ W = 0.1 * np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 @pytest.mark.quick
 @pytest.mark.parametrize("unseen", UNSEEN)
 def test_programs_that_nobody_reads_are_refused_wherever_they_stand(reader, unseen):
-    for around in AROUND.values():
-        f = around(UNSEEN[unseen])
-        words = r"cannot see into the primitive '(shard_map|linear_call|custom_)|(map|solve)'\) whose .* not linear"
-        loss = lambda w, f=f: jnp.sum(f(jnp.tan(w), w))
+    words = r"cannot see into the primitive '(shard_map|linear_call|custom_)|(map|solve)'\) whose .* not linear"
+    for around in (around for name, around in TRANSFORMS.items() if "vmap" not in name):
+        loss = lambda w, around=around: jnp.sum(around(lambda x: UNSEEN[unseen](x, w))(jnp.tan(w)))
         refused((NotImplementedError, TypeError), words, jax.eval_shape, reader(loss), W)
 
 
