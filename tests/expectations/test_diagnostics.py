@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,29 +182,23 @@ def test_what_has_no_gradient_is_refused_with_its_reason():
     words = r"nothing to go by, refused are .*TypeError: reparameterization needs"
     refused(ValueError, words, diagnostics.compare, {"RP": objectives["RP"]}, KEY, 0.3)
     refused(ValueError, "no reference to go by", diagnostics.compare, objectives, KEY, 0.3, reference="RP")
-    adaptive = ap.adaptive(lambda tape, p: tape, lanes=10)
+    wrong = lambda words, objective: refused(ValueError, words, diagnostics.compare, {"A": objective}, KEY, 0.3)
+    wrong("keeps a state from call to call.*judge it by training", ap.adaptive(lambda tape, p: tape, lanes=10))
+    wrong("got int", 3)
     normal = ap.stochastic(ap.total_propagation())(lambda p: dist.Normal(p, 1.0))
     pair = ap.value_and_grad(paid(normal, jnp.square), lanes=10)
-    for wrong, words in (
-        (adaptive, "keeps a state from call to call.*judge it by training"),
-        (3, "got int"),
-        (pair, r"returns a scalar, as that of ap.expectation.*got the shapes \(\(\), \(\)\)"),
-    ):
-        refused(ValueError, words, diagnostics.compare, {"A": wrong}, KEY, 0.3)
+    wrong(r"returns a scalar, as that of ap.expectation.*got the shapes \(\(\), \(\)\)", pair)
 
 
 def test_bad_comparisons():
-    for options, words in (
-        ({"truth": 0.0, "reference": "a"}, "not both"),
-        ({"reference": "b"}, "none of the objectives"),
-        ({"rounds": 0}, "a round and 2 estimates"),
-        ({"truth": np.zeros(2), "num_estimates": 10}, r"has the form \(\), the truth \(2,\)"),
-        ({"truth": [0.0], "num_estimates": 10}, r"has the form \(\), the truth \[\(\)\]"),
-        ({"truth": 3j, "num_estimates": 10}, r"has the form \(\), the truth complex \(\)"),
-        ({"truth": np.inf}, "truth that is finite"),
-        ({"truth": np.nan}, "truth that is finite"),
-    ):
-        refused(ValueError, words, diagnostics.compare, {"a": lambda key, x: x}, KEY, 0.0, **options)
+    compare = functools.partial(diagnostics.compare, {"a": lambda key, x: x}, KEY, 0.0)
+    refused(ValueError, "not both", compare, truth=0.0, reference="a")
+    refused(ValueError, "none of the objectives", compare, reference="b")
+    refused(ValueError, "a round and 2 estimates", compare, rounds=0)
+    for truth, words in ((np.zeros(2), r"\(2,\)"), ([0.0], r"\[\(\)\]"), (3j, r"complex \(\)")):
+        refused(ValueError, rf"has the form \(\), the truth {words}", compare, truth=truth, num_estimates=10)
+    for truth in (np.inf, np.nan):
+        refused(ValueError, "truth that is finite", compare, truth=truth)
     refused(ValueError, "no arrays", diagnostics.compare, {"a": lambda key, x: 1.0}, KEY, {}, num_estimates=10)
 
 
@@ -308,21 +304,19 @@ def test_growth_neither_overflows_nor_needs_full_rank():
     found = diagnostics.perturbation_growth(lambda x, _: W @ x, jnp.zeros(2), length=50)
     exact = np.log(np.linalg.norm(W, 2)) + 49 * np.log(4e3)  # W^50 = W 4000^49
     np.testing.assert_allclose(found.log_singular_values[0], exact, rtol=1e-5)
-    for words, step, options in (
-        ("num from 1", lambda x, _: x, {"length": 3, "num": 3}),
-        ("at least one step", lambda x, _: x, {"length": 0}),
-        ("state of the form", lambda x, _: x[:1], {"length": 3}),
-        ("of the form.*got .*int32", lambda x, _: jnp.round(x).astype(int), {"length": 3}),
-        ("of the form.*got .*bfloat16", lambda x, _: x.astype(jnp.bfloat16), {"length": 3}),
-    ):
-        refused(ValueError, words, diagnostics.perturbation_growth, step, jnp.zeros(2), **options)
-    refused(ValueError, "without PRNG keys", diagnostics.perturbation_growth, lambda x, _: x, (W[0], KEY), length=3)
+    growth, still, x = diagnostics.perturbation_growth, lambda x, _: x, jnp.zeros(2)
+    refused(ValueError, "num from 1", growth, still, x, length=3, num=3)
+    refused(ValueError, "at least one step", growth, still, x, length=0)
+    refused(ValueError, "state of the form", growth, lambda x, _: x[:1], x, length=3)
+    refused(ValueError, "of the form.*got .*int32", growth, lambda x, _: jnp.round(x).astype(int), x, length=3)
+    refused(ValueError, "of the form.*got .*bfloat16", growth, lambda x, _: x.astype(jnp.bfloat16), x, length=3)
+    refused(ValueError, "without PRNG keys", growth, still, (x, KEY), length=3)
     # A float32 would round these, or qr does not take them.
     for other in (jax.random.key_data(KEY), jnp.int32(2**24), jnp.zeros(1, jnp.bfloat16), jnp.complex64(1)):
         words = rf"without .*state\['n'\] has dtype {other.dtype}.*in xs"
-        refused(ValueError, words, diagnostics.perturbation_growth, lambda x, _: x, {"n": other, "x": W}, length=3)
+        refused(ValueError, words, growth, still, {"n": other, "x": x}, length=3)
     for steps in ((), (100,)):  # a length in the place of xs
-        refused(ValueError, "give length", diagnostics.perturbation_growth, lambda x, _: x, W[0], *steps)
+        refused(ValueError, "give length", growth, still, x, *steps)
 
 
 def test_variances_of_one_node_have_closed_forms():

@@ -1,5 +1,6 @@
 """`ap.score`: values that were drawn elsewhere, against exact sums over all of them."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -160,24 +161,19 @@ def test_what_cannot_be_right_is_refused():
 
     three = {"distribution": dist.Bernoulli(probs=jnp.full(3, 0.5)), "value": THROWN[:3], "log_prob": HALF[:3]}
     refused(TypeError, "behaviour_log_prob", ap.score, None, COIN, THROWN)  # pyright: ignore[reportCallIssue]
-    for error, message, wrong in (
-        (ValueError, r"samples of the distribution have \(4,\)", {"value": THROWN[:, None]}),
-        (ValueError, "expected that of the batch", {"log_prob": HALF[:1]}),
-        (TypeError, "its rounding would be an error of every weight", {"log_prob": HALF.astype(jnp.bfloat16)}),
-        (ValueError, "expected the lanes as leading axis", three),
-        (ValueError, "expected Booleans", {"mask": THROWN}),
-        (ValueError, "standardized baseline is biased", {"baseline": "standardized"}),
-        (TypeError, "is not the density of its samples", {"distribution": COIN.mask(THROWN == 1)}),
-    ):
-        refused(error, message, run, **wrong)
-    for wrong in (
-        {"value": THROWN.at[0].set(2)},
-        {"log_prob": jnp.exp(HALF)},  # probabilities
-        {"log_prob": HALF.at[1].set(-jnp.inf)},
-        {"distribution": dist.Categorical(logits=jnp.array([[0.0, -jnp.inf]] * 4), validate_args=False)},
-        {"distribution": dist.ZeroInflatedPoisson(jnp.ones(4), 2.0)},
-    ):
-        refused(Exception, r"ap\.score got a value that its distribution cannot draw", run, **wrong)
+    refused(ValueError, r"samples of the distribution have \(4,\)", run, value=THROWN[:, None])
+    refused(ValueError, "expected that of the batch", run, log_prob=HALF[:1])
+    refused(TypeError, "its rounding would be an error of every weight", run, log_prob=HALF.astype(jnp.bfloat16))
+    refused(ValueError, "expected the lanes as leading axis", run, **three)
+    refused(ValueError, "expected Booleans", run, mask=THROWN)
+    refused(ValueError, "standardized baseline is biased", run, baseline="standardized")
+    refused(TypeError, "is not the density of its samples", run, distribution=COIN.mask(THROWN == 1))
+    impossible = functools.partial(refused, Exception, r"ap\.score got a value that its distribution cannot draw", run)
+    impossible(value=THROWN.at[0].set(2))
+    impossible(log_prob=jnp.exp(HALF))  # probabilities
+    impossible(log_prob=HALF.at[1].set(-jnp.inf))
+    impossible(distribution=dist.Categorical(logits=jnp.array([[0.0, -jnp.inf]] * 4), validate_args=False))
+    impossible(distribution=dist.ZeroInflatedPoisson(jnp.ones(4), 2.0))
     assert jnp.isfinite(run(THROWN.at[0].set(2), HALF.at[1].set(-jnp.inf), mask=jnp.array([False, False, True, True])))
 
 

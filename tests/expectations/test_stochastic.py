@@ -184,11 +184,9 @@ def test_what_an_estimator_of_a_user_returns_is_looked_at():
         ("score", lambda d, x: density(d, x)[..., None], got_array(r"shape \((4, 1|1,)\)")),
     ):
         mine = ap.Estimator("mine", **{part: wrong})
-        for draw in (
-            ap.stochastic(mine)(unit_normal),
-            ap.stochastic(ap.Mixer("mine", (mine, mine), HALF))(unit_normal),
-            lambda tape, t, mine=mine: ap.sample(tape, unit_normal(t * jnp.ones(4)), mine),
-        ):
+        mixed = ap.Mixer("mine", (mine, mine), HALF)
+        drawn = lambda tape, t, mine=mine: ap.sample(tape, unit_normal(t * jnp.ones(4)), mine)
+        for draw in (ap.stochastic(mine)(unit_normal), ap.stochastic(mixed)(unit_normal), drawn):
             words = rf"mine: {part} must return one floating-point array of shape \((4,)?\).*{got}"
             refused(TypeError, words, jax.eval_shape, ap.expectation(paid(draw), 4), KEY, 0.3)
 

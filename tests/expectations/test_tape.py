@@ -255,32 +255,6 @@ def test_a_derivative_within_a_program_may_hand_the_tape_on():
 
 TWO, THREE = jnp.ones((4, 2)), jnp.ones((4, 3))
 ONE_A_LANE, OF_BASELINE = r"shape \(4,\), one value a lane, got", r"baseline has shape .*, expected \(4,\)"
-WRONG_TYPES = {
-    r"return its last tape, got .*has_aux": lambda tape: jnp.mean(ONES),
-    "got tuple": lambda tape: (tape.cost(ONES), 1),
-    r"branch 1 .*\(tape, output\)": lambda tape: tape.parallel(lambda t: (t, 0), lambda t: t)[0],
-    "one array of real numbers, got NoneType": lambda tape: tape.cost(None),
-    "one array of real numbers, got dict": lambda tape: tape.cost({"a": ONES}),
-    "one array of real numbers, got tuple": lambda tape: tape.cost((ONES, ONES[:2])),
-    "complex64": lambda tape: tape.cost(jnp.ones(4, jnp.complex64)),
-    "takes one array": lambda tape: tape.cost(ONES, ONES),
-    "cost function": lambda tape: tape.cost(ONES, shaping=ap.gaussian_shaping()),
-}
-WRONG_VALUES = [
-    ("returned an earlier tape", after(visit, lambda tape: tape), ONES),
-    ("at least one branch", lambda tape: tape.parallel()[0]),
-    ("end of branch 0", stale_in_a_branch, ONES),
-    (ONE_A_LANE, lambda tape: tape.cost(jnp.ones(()))),
-    (ONE_A_LANE, lambda tape: tape.cost(jnp.ones(3))),
-    (ONE_A_LANE, lambda tape: tape.cost(jnp.ones((1, 4)))),
-    (ONE_A_LANE, lambda tape: visit(tape, ONES).cost(TWO)),
-    (r"never calls tape\.cost", lambda tape: visit(tape, ONES)),
-    (r"\(4, 2\), expected \(4, 3\): the lanes", lambda tape: PARTS(tape, THREE).cost(TWO)),
-    ("different numbers of parts", lambda tape: PARTS(PARTS(tape, THREE), TWO).cost(TWO)),
-    (r"shape \(3,\), expected the lanes", lambda tape: tape.cost(jnp.sum, jnp.ones(3))),
-    (OF_BASELINE, lambda tape: visit(tape, ONES, lambda d: jnp.ones(3))),
-    (OF_BASELINE, lambda tape: visit(tape, ONES, lambda d: 1.0)),
-]
 
 
 CUT = jax.lax.stop_gradient
@@ -305,13 +279,33 @@ def test_a_tape_whose_derivatives_are_cut_is_refused():
     traced(program(lambda t, x: (t, CUT(x))), ONES)
 
 
-def test_wrong_types_and_values_are_refused():
-    for match, program in WRONG_TYPES.items():
-        refused_program(match, program, error=TypeError)
-    for case in WRONG_VALUES:
-        refused_program(*case)
-    refused_program(r"\(tape, aux\)", lambda tape: tape.cost(ONES), error=TypeError, has_aux=True)
-    refused_program("aux holds a tape", lambda tape: (tape.cost(ONES), {"t": tape}), error=TypeError, has_aux=True)
+def test_wrong_types_are_refused():
+    wrong = functools.partial(refused_program, error=TypeError)
+    wrong(r"return its last tape, got .*has_aux", lambda tape: jnp.mean(ONES))
+    wrong("got tuple", lambda tape: (tape.cost(ONES), 1))
+    wrong(r"branch 1 .*\(tape, output\)", lambda tape: tape.parallel(lambda t: (t, 0), lambda t: t)[0])
+    for cost, got in ((None, "NoneType"), ({"a": ONES}, "dict"), ((ONES, ONES[:2]), "tuple")):
+        wrong(f"one array of real numbers, got {got}", lambda tape, cost=cost: tape.cost(cost))
+    wrong("complex64", lambda tape: tape.cost(jnp.ones(4, jnp.complex64)))
+    wrong("takes one array", lambda tape: tape.cost(ONES, ONES))
+    wrong("cost function", lambda tape: tape.cost(ONES, shaping=ap.gaussian_shaping()))
+    wrong(r"\(tape, aux\)", lambda tape: tape.cost(ONES), has_aux=True)
+    wrong("aux holds a tape", lambda tape: (tape.cost(ONES), {"t": tape}), has_aux=True)
+
+
+def test_wrong_values_are_refused():
+    refused_program("returned an earlier tape", after(visit, lambda tape: tape), ONES)
+    refused_program("at least one branch", lambda tape: tape.parallel()[0])
+    refused_program("end of branch 0", stale_in_a_branch, ONES)
+    for size in ((), (3,), (1, 4)):
+        refused_program(ONE_A_LANE, lambda tape, size=size: tape.cost(jnp.ones(size)))
+    refused_program(ONE_A_LANE, lambda tape: visit(tape, ONES).cost(TWO))
+    refused_program(r"never calls tape\.cost", lambda tape: visit(tape, ONES))
+    refused_program(r"\(4, 2\), expected \(4, 3\): the lanes", lambda tape: PARTS(tape, THREE).cost(TWO))
+    refused_program("different numbers of parts", lambda tape: PARTS(PARTS(tape, THREE), TWO).cost(TWO))
+    refused_program(r"shape \(3,\), expected the lanes", lambda tape: tape.cost(jnp.sum, jnp.ones(3)))
+    for baseline in (jnp.ones(3), 1.0):
+        refused_program(OF_BASELINE, lambda tape, b=baseline: visit(tape, ONES, lambda d: b))
     one = r"needs at least 2, got lanes=1.*baseline=None"
     refused_program(one, lambda tape: visit(tape, jnp.ones(1), "leave_one_out"), lanes=1)
     for make in (ap.likelihood_ratio, ap.total_propagation):
@@ -388,23 +382,22 @@ def test_a_transformation_that_looks_at_a_used_tape_again_is_named():
 
 
 def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
-    def changing(first, second):
+    def unlike(words, first, second):
         steps = iter([first, second])
-        return lambda tape, a: next(steps)(visit(tape, a), a).cost(ONES)
+        program = lambda tape, a: next(steps)(visit(tape, a), a).cost(ONES)
+        refused_program(f"not do the same at each of its two traces.*{words}", program, ONES)
 
     plain = lambda tape, a: tape
     leave_one_out = lambda tape, a: visit(tape, a, "leave_one_out")
     sampled = lambda estimator: lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), estimator)[0]
-    for first, second, message in [
-        (plain, lambda tape, a: tape.cost(jnp.ones((4, 3))), r"cost shapes \['\(4,\)'\], then .*\(4, 3\)"),
-        (plain, leave_one_out, "charges its choice in another way"),
-        (leave_one_out, lambda tape, a: visit(tape, a, "standardized"), "charges its choice in another way"),
-        (plain, lambda tape, a: visit(tape, a, ap.learned_baseline(lambda d: d.loc)), "charges its choice"),
-        (plain, lambda tape, a: ap.gaussian_resampling(tape, a)[0], "only the second one was interacting"),
-        (plain, lambda tape, a: tape.discount(0.5), "only the second one was discounting"),
-        (sampled(ap.likelihood_ratio(None)), sampled(ap.total_propagation(None)), "only the second one was weighing"),
-    ]:
-        refused_program(f"not do the same at each of its two traces.*{message}", changing(first, second), ONES)
+    unlike(r"cost shapes \['\(4,\)'\], then .*\(4, 3\)", plain, lambda tape, a: tape.cost(jnp.ones((4, 3))))
+    unlike("charges its choice in another way", plain, leave_one_out)
+    unlike("charges its choice in another way", leave_one_out, lambda tape, a: visit(tape, a, "standardized"))
+    unlike("charges its choice", plain, lambda tape, a: visit(tape, a, ap.learned_baseline(lambda d: d.loc)))
+    unlike("only the second one was interacting", plain, lambda tape, a: ap.gaussian_resampling(tape, a)[0])
+    unlike("only the second one was discounting", plain, lambda tape, a: tape.discount(0.5))
+    scored, mixed = sampled(ap.likelihood_ratio(None)), sampled(ap.total_propagation(None))
+    unlike("only the second one was weighing", scored, mixed)
 
 
 def test_infinite_costs_have_an_infinite_value_and_no_baseline_of_others():

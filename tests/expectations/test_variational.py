@@ -447,16 +447,15 @@ def test_a_latent_site_of_the_model_in_a_branch_of_numpyro_is_refused():
 def test_what_does_not_fit_is_an_error():
     ratio = ap.likelihood_ratio()
     run = lambda estimators, guide, **options: V.elbo(estimators, **options).loss(KEY, PARAMS, model, guide, DATA)
-    for error, words, estimators, options in (
-        (ValueError, r"the guide has no site \['z'\]; its sites are \['c', 'e', 'mu'\]", {"z": ratio}, {"lanes": 2}),
-        (ValueError, "the baseline of c is a mean over other lanes", {"c": ratio}, {}),
-        (TypeError, "the site c: reparameterization needs a pathwise derivative", {"c": ap.reparameterization()}, {}),
-        (TypeError, r"mixes estimators by what all lanes.*ap\.expectation", {"mu": ap.total_propagation()}, {}),
-        (TypeError, r"disarm looks at a choice's alternatives.*ap\.choose", None, {"default": ap.disarm()}),
-        (TypeError, "got function", {"c": ap.likelihood_ratio}, {}),
-        (ValueError, "must be an integer of at least 1", None, {"lanes": 0}),
-    ):
-        refused(error, words, run, estimators, guide, **options)
+    words = r"the guide has no site \['z'\]; its sites are \['c', 'e', 'mu'\]"
+    refused(ValueError, words, run, {"z": ratio}, guide, lanes=2)
+    refused(ValueError, "the baseline of c is a mean over other lanes", run, {"c": ratio}, guide)
+    pathwise, mixed = {"c": ap.reparameterization()}, {"mu": ap.total_propagation()}
+    refused(TypeError, "the site c: reparameterization needs a pathwise derivative", run, pathwise, guide)
+    refused(TypeError, r"mixes estimators by what all lanes.*ap\.expectation", run, mixed, guide)
+    refused(TypeError, r"disarm looks at a choice's alternatives.*ap\.choose", run, None, guide, default=ap.disarm())
+    refused(TypeError, "got function", run, {"c": ap.likelihood_ratio}, guide)
+    refused(ValueError, "must be an integer of at least 1", run, None, guide, lanes=0)
     refused(ValueError, r"latent site mu is not in the guide.*handlers\.condition", run, None, lambda data: None)
     masked = numpyro.handlers.mask(guide, mask=DATA > 0)
     words = "the site c: likelihood_ratio: the log_prob of MaskedDistribution"
