@@ -132,11 +132,6 @@ def test_distributions_that_are_no_pytree_or_sample_no_array_are_refused(estimat
     refused_draw("one array, got dict|rsample", pair, 1.0, error=TypeError)
 
 
-EVENT = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
-OF_NO_LANES = [("lanes", unit_normal(mean)) for mean in (0.0, jnp.zeros(3), jnp.zeros((2, 4)))]
-OF_NO_LANES += [("batch shape|none has the lanes", EVENT)]
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_arguments_without_the_lanes_and_what_is_no_distribution_of_the_lanes_are_refused(estimator):
     @ap.stochastic(estimator)
@@ -146,8 +141,10 @@ def test_arguments_without_the_lanes_and_what_is_no_distribution_of_the_lanes_ar
     words = r"step .*\['x'\]\['position'\] has shape \(2,\), expected the lanes"
     refused_draw(words, lambda tape, t: step(tape, t, {"position": jnp.ones(2)}), 1.0)
     refused_draw(r"has shape \(\), expected the lanes", lambda tape, t: step(tape, t, {"position": 1.0}), 1.0)
-    for words, distribution in OF_NO_LANES:
-        refused_draw(words, lambda tape, d=distribution: ap.sample(tape, d, estimator))
+    for mean in (0.0, jnp.zeros(3), jnp.zeros((2, 4))):
+        refused_draw("lanes", lambda tape, mean=mean: ap.sample(tape, unit_normal(mean), estimator))
+    event = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
+    refused_draw("batch shape|none has the lanes", lambda tape: ap.sample(tape, event, estimator))
     refused_draw("needs a distribution", ap.stochastic(estimator)(lambda t: t * 2), 1.0, error=TypeError)
     refused_draw("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, error=TypeError)
 
