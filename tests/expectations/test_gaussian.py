@@ -161,6 +161,24 @@ def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
     assert np.isfinite(jax.jit(jax.vmap(lambda x: [gradient(x, way) for way in (True, False)]))(states)).all()
 
 
+@pytest.mark.parametrize("order, offset", [(1, 0.0), (-1, 0.0), (1, 0.1)])
+def test_a_component_that_does_not_vary_yet_has_its_derivative(order, offset):
+    """A control u of weight 0 at the state x: E[(u + x)^2] changes by 2 E[x^2], though u has no variance."""
+
+    def gradient(resample):
+        def run(tape, theta):
+            x = jnp.linspace(-1.0, 1.0, tape.lanes) + 0.5
+            states = (theta * x + offset, x)[::order]
+            tape, states = ap.gaussian_resampling(tape, states) if resample else (tape, states)
+            square = lambda states: (states[0] + states[1] - offset) ** 2
+            return tape.cost(square, states, shaping=None if resample else ap.gaussian_shaping())
+
+        return ap.grad(run, 20_000)(KEY, 0.0)
+
+    both = jax.jit(lambda: [gradient(way) for way in (True, False)])()
+    np.testing.assert_allclose(both, 2 * (1 / 3 + 1 / 4), rtol=0.03)
+
+
 def test_second_derivatives():
     # Without a score nothing is charged, and the raw pathwise derivative is right.
     raw, plain = (program(ap.reparameterization(), shaping=shaping) for shaping in (ap.gaussian_shaping("raw"), None))

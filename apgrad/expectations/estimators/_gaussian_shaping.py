@@ -80,7 +80,8 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     """The lanes' states as rows, (B, D), of float32 at least, and what gives rows the states' structure and dtype.
 
-    The rows are in units of each component's range, so that squares of small and large states stay within the dtype.
+    The rows are in units of each component's range, so that squares of small and large states stay within the dtype,
+    and differences from the first lane, so that what does not vary has no variance by rounding.
     """
     for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -90,7 +91,8 @@ def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], 
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
     span = lax.stop_gradient(jnp.ptp(wide, axis=0))
     unit = jnp.where(span > 0, span, 1)[None]
-    return wide / unit, lambda moved: unravel((moved * unit).astype(rows.dtype))
+    origin = lax.stop_gradient(wide[:1])
+    return (wide - origin) / unit, lambda moved: unravel((moved * unit + origin).astype(rows.dtype))
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,16 +104,22 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def cholesky(covariance: jax.Array) -> jax.Array:
-    """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any."""
+    """The lower Cholesky factor F, with a millionth added to each variance; zero for a component without any.
+
+    Its derivative is right of first order for such a component j, too: with L the factor of the others,
+    F_j = L^-1 Sigma_j, as if j came last. (The variance of j has no derivative where it is zero.)
+    """
     size = len(covariance)
     variance = jnp.diag(covariance)
     varies = variance > 0
     # Safe to differentiate: the root of zero is never taken.
     deviation = jnp.sqrt(jnp.where(varies, variance, 1))
     jitter = 1e-6 + 4 * size * float(jnp.finfo(covariance.dtype).eps)
-    correlation = covariance / deviation[:, None] / deviation[None]
+    to_varying = jnp.where(varies[:, None], covariance, 0)
+    correlation = jnp.where(varies[None], to_varying, 0) / deviation[:, None] / deviation[None]
     correlation = jnp.where(jnp.eye(size, dtype=bool), jnp.asarray(1 + jitter, covariance.dtype), correlation)
-    return jnp.where(varies[:, None], deviation[:, None] * jnp.linalg.cholesky(correlation), 0)
+    factor = deviation[:, None] * jnp.linalg.cholesky(correlation)
+    return jnp.where(varies[:, None], factor, jax.scipy.linalg.solve_triangular(factor, to_varying, lower=True).T)
 
 
 @jax.default_matmul_precision("highest")
