@@ -55,6 +55,7 @@ def stochastic(
         what = f"{getattr(function, '__name__', 'stochastic function')} ({estimator.name})"
         signature = list(inspect.signature(function).parameters)
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+        name += f":{function.__code__.co_firstlineno}" if hasattr(function, "__code__") else ""  # of two lambdas
 
         @functools.wraps(function)
         def stochastic_function(tape, *args, **kwargs):

@@ -137,6 +137,21 @@ def test_what_it_needs_is_asked_for():
         refused_program(words, paid(node), 1.0, error=TypeError)
 
 
+def test_two_lambdas_of_one_scope_gather_by_themselves():
+    """No later node has the parameter of the first one: its suffix is zero."""
+    seen_alone = lambda gradients, suffix: jnp.where(jnp.any(suffix != 0), jnp.array([0.0, 1.0]), jnp.array([1.0, 0.0]))
+    estimator = ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(seen_alone, suffix=True)))
+
+    def gradient(estimator):
+        first = ap.stochastic(estimator)(lambda a, x: dist.Normal(a * x, 1.0))
+        second = ap.stochastic(estimator)(lambda b, x: dist.Normal(jnp.sin(b * x), 1.0))
+        draw = lambda tape, a, b: second(*(lambda tape, x: (tape, b, x))(*first(tape, a, jnp.ones(tape.lanes))))
+        return ap.grad(paid(draw, jnp.square), 4, argnums=(1, 2))(KEY, 0.5, 0.7)
+
+    both = jax.jit(lambda: [gradient(e) for e in (estimator, ap.reparameterization())])()
+    np.testing.assert_allclose(*both, rtol=1e-5)
+
+
 def test_closures_of_nodes_and_of_estimators_are_seen_alike_eagerly_and_compiled():
     # What is traced abstractly is a tracer there and an array in an eager call.
     def gradients(theta, c):
