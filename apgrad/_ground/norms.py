@@ -14,6 +14,7 @@ def rescaled(tree: Any, norm: Any, *, shorten: bool = False) -> Any:
     size, length = scaled_norm(tree)
     factor = jnp.where(jnp.isfinite(length), norm / jnp.where(length == 0, 1, length), jnp.nan)
 
+    @jax.numpy_dtype_promotion("standard")  # of complex numbers and real lengths
     def one(x):
         x = jnp.asarray(x)
         wide = x.astype(np.promote_types(x.dtype, size.dtype))
@@ -32,7 +33,7 @@ def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
     low, high = 16 * limits.tiny, limits.max / 16
     sizes = [jnp.max(jnp.abs(x), initial=0.0) for x in wide]
     size = jnp.clip(largest([*sizes, jnp.asarray(low, limits.dtype)]), low, high)
-    return size, jnp.sqrt(sum((jnp.sum(jnp.abs(x / size) ** 2) for x in wide), jnp.zeros((), limits.dtype)))
+    return size, jnp.sqrt(sum((jnp.sum((jnp.abs(x) / size) ** 2) for x in wide), jnp.zeros((), limits.dtype)))
 
 
 def widened(tree: Any) -> list[jax.Array]:

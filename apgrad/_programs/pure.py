@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 
+from apgrad._ground.arguments import noted
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
 
@@ -21,7 +23,8 @@ def trace(
     def traced(*arrays):
         given = put(*arrays)
         before, form = jax.tree.flatten(given)
-        output = function(given)
+        with noted(who + _CHANGES, TraceContextError):
+            output = function(given)
         after, form_after = jax.tree.flatten(given)
         if form != form_after:
             raise ValueError(who + _CHANGES)
@@ -47,7 +50,8 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*args):
         before, form = jax.tree.flatten(args)
-        output = function(*args)
+        with noted(who + _CHANGES, TraceContextError):  # of a module that it closes over
+            output = function(*args)
         after, form_after = jax.tree.flatten(args)
         if form != form_after or any(a is not b for a, b in zip(before, after, strict=True)):
             arrays, put = jaxprs.arrays_of(form.unflatten(before), (jax.Array,))

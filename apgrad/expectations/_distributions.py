@@ -117,7 +117,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
         refuse(f"its samples have dtype {x.dtype}")
     if has_rsample:
         return x
-    x, univariate = lax.stop_gradient(x), distribution
+    x, univariate = lax.stop_gradient(x), widened(distribution)  # JAX's cdfs take no bfloat16
     while isinstance(univariate, supports.WRAPPERS):  # they have no cdf, and their samples are those of what they wrap
         univariate = univariate.base_dist
     if not _has_cdf(univariate, x):
@@ -410,6 +410,7 @@ def _claims_rsample_by_default(part) -> bool:
     return inherits("has_rsample") and inherits("rsample") and not part.arg_constraints
 
 
+@standard_promotion()
 def _has_cdf(distribution, x) -> bool:
     univariate = getattr(distribution, "event_shape", ()) == () and callable(getattr(distribution, "cdf", None))
     # Of a folded distribution NumPyro's cdf would forget one of the two sides.

@@ -287,7 +287,7 @@ def _require_parts(plan, ledger):
         raise ValueError(
             f"{charged} was made with parts=True, and no cost has shape (lanes, parts): the costs were summed or "
             f"averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of shape "
-            f"({lanes}, {size}), one value for each lane and a {'part' if data is None else 'datum'}."
+            f"({lanes}, {size}), one value for each lane and a {'part' if data is None else 'datum'}, or parts=False."
         )
 
 

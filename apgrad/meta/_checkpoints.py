@@ -44,7 +44,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.close()
 
     def latest(self) -> int | None:
-        """The last step saved, None if there is none."""
+        """The last step saved, by whichever process, None if there is none."""
+        self._manager.reload()
         return self._manager.latest_step()
 
     def save(self, step: int, tree: Any) -> None:

@@ -59,6 +59,7 @@ def normalize_tensors() -> optax.GradientTransformation:
       [0.6 0.8]
     """
 
+    @jax.numpy_dtype_promotion("standard")  # of complex numbers and real lengths
     def one(g):
         size, norm = scaled_norm(g)
         return (widened(g)[0] / size / (norm + 1e-8 / size)).astype(g.dtype)

@@ -69,7 +69,7 @@ def difference_target_propagation(
         if site.stacked:
             raise ValueError(f"{site} is another layer at each step of a scan; call the layers in a Python loop")
         n, m, dtype = *(x.shape[-1] for x in arrays), site.inputs[0].dtype
-        return normal(jax.random.fold_in(key, site.number), (m, n), dtype, m**-0.5), jnp.zeros(n, dtype)
+        return normal(jax.random.fold_in(key, site.number), (m, n), dtype, max(m, 1) ** -0.5), jnp.zeros(n, dtype)
 
     def at(site, params):
         inverse = lambda params, h: activation(h @ params[0] + params[1])

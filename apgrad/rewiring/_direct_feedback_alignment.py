@@ -55,7 +55,8 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
 
     def init(site):
         _, outputs, rest = axes(site)
-        return normal(jax.random.fold_in(key, site.number), (outputs, *rest), site.inputs[0].dtype, outputs**-0.5)
+        size, dtype = max(outputs, 1) ** -0.5, site.inputs[0].dtype
+        return normal(jax.random.fold_in(key, site.number), (outputs, *rest), dtype, size)
 
     def at(site, feedback):
         leading, outputs, rest = axes(site)

@@ -547,3 +547,11 @@ def test_the_density_of_a_sample_in_half_precision_is_in_float32():
     density = distributions.log_prob(dist.Normal(0.0, 1.0), jnp.bfloat16(20.0))  # parameters of no dtype
     np.testing.assert_allclose(density, scipy.stats.norm.logpdf(20.0), rtol=1e-6)
     assert density.dtype == jnp.float32
+
+
+def test_a_mixture_in_half_precision_has_its_pathwise_derivative():
+    """A sample moves with both locations. (JAX's distribution functions take no bfloat16.)"""
+    ends, even = jnp.array([-1, 1], jnp.bfloat16), dist.Categorical(logits=jnp.zeros(2, jnp.bfloat16))
+    make = lambda t: dist.MixtureSameFamily(even, dist.Normal(t + ends, jnp.bfloat16(1)))
+    moved = jax.jit(jax.grad(lambda t: distributions.pathwise_sample("a sample", make(t), KEY)))(jnp.bfloat16(0))
+    assert moved.dtype == jnp.bfloat16 and abs(moved - 1) < 0.02

@@ -13,6 +13,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
+from apgrad._ground.norms import rescaled
 from experiments import outer_gradients
 from tests.refusals import refused
 
@@ -219,9 +220,9 @@ def test_a_norm_that_overflows_clips_and_normalizes_all_the_same(dtype, size):
 
 
 def test_normalized_complex_gradients_keep_their_imaginary_part():
-    with jax.numpy_dtype_promotion("standard"):
-        normalized, _ = meta.normalize_tensors().update(jnp.array([3 + 4j, 0j]), None)
+    normalized, _ = meta.normalize_tensors().update(jnp.array([3 + 4j, 0j]), None)
     np.testing.assert_allclose(normalized, [0.6 + 0.8j, 0], rtol=1e-6)
+    np.testing.assert_allclose(rescaled(jnp.array([3 + 4j, 0j]), 1.0), normalized, rtol=1e-6)
 
 
 def first(outer, theta, key):

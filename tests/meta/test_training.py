@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 from apgrad import meta
 from tests import devices
@@ -88,6 +89,9 @@ def count_uses(theta, state):
     return theta.n[...] * theta.x[...]
 
 
+COUNTS_OWN = meta.Problem(
+    lambda theta, key: jnp.zeros(()), lambda theta, s: (s, count_uses(COUNTER, s)), lambda th, s: th.sum(), 1
+)
 COUNTS_USES = meta.Problem(lambda theta, key: jnp.zeros(()), lambda theta, s: (s, s), count_uses, 1)
 CHANGES = "an outer gradient is given a function that changes its arguments in place"
 TIED = nnx.List([nnx.Param(jnp.ones(()))] * 2)
@@ -100,6 +104,7 @@ REFUSED = [
     *[({"outer": o, "theta": KEEPS_KEYS}, TypeError, IS_A_KEY) for o in (PARABOLA, meta.batched(PARABOLA, 2))],
     ({"theta": TIED}, TypeError, ARE_ONE),
     ({"outer": meta.evolution(COUNTS_USES), "theta": COUNTER}, ValueError, CHANGES),
+    ({"outer": meta.reverse_mode(COUNTS_OWN)}, TraceContextError, CHANGES),
     ({"log": meta.tensorboard}, TypeError, LOG),
     *[(wrong, ValueError, "must be an integer of at least") for wrong in COUNTS],
 ]
@@ -254,6 +259,7 @@ def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_p
     with meta.Checkpoints(tmp_path) as reader, meta.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, tree)
         for each in (reader, checkpoints):  # a reader that was there before, too
+            assert each.latest() == 3
             assert same(each.restore(3, jax.eval_shape(lambda: tree)), tree)
         refused(ValueError, r"has no checkpoint of step 2; it has those of \[3\]", checkpoints.restore, 2, tree)
         with pytest.raises(TypeError) as error:

@@ -247,6 +247,13 @@ def test_options_are_finite_numbers():
     assert jax.jit(lambda s: jax.grad(ap.rewire(jnp.sin, r.gradient_reversal("sin", strength=s)))(0.0))(2.0) == -2
 
 
+def test_layers_without_outputs_are_layers():
+    shapes = lambda rule, f: jax.tree.map(jnp.shape, ap.rewire(f, rule).init(jnp.ones((3, 0)), jnp.ones((4, 3))))
+    targets = shapes(rewiring.difference_target_propagation(KEY, "tanh_layer"), tanh_layer)
+    direct = shapes(rewiring.direct_feedback_alignment(KEY), lambda w, x: x @ w)
+    assert targets == {"tanh_layer[0]": ((0, 3), (3,))} and direct == {"dot_general[0]": (0, 3)}
+
+
 COMPLEX = rewiring.sign_symmetry, rewiring.synthetic_gradients
 
 
