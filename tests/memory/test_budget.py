@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 import apgrad as ap
 from apgrad._programs.jaxprs import restrict
 from apgrad.memory import _report as report_module
-from apgrad.memory._budget import _along_the_hull
+from apgrad.memory._budget import _along_the_hull, allocate
+from apgrad.memory._slots import Coefficient, kept_bytes
 from tests.memory.unbiased import KEY, assert_exact, remembered
 
 pytestmark = pytest.mark.quick
@@ -59,6 +60,13 @@ def test_of_samplers_those_on_the_lower_convex_hull_are_taken():
     above, below = [(16, 0.0, None), (8, 5.0, "a"), (4, 6.0, "b")], [(16, 0.0, None), (8, 1.0, "a"), (4, 6.0, "b")]
     assert list(_along_the_hull(above)) == [(0.5, 12, "b")]
     assert list(_along_the_hull(below)) == [(0.125, 8, "a"), (1.25, 4, "b")]
+
+
+def test_what_is_given_out_is_what_the_samplers_keep():
+    found = [(Coefficient(f"{i}", (64, 32 * i), jnp.float32, i, 64 * 32 * i * 4, i == 2), "sampled") for i in (1, 2, 3)]
+    choose, total, _ = allocate(found, 20_000)
+    bytes_of = lambda c: c.count * kept_bytes("sampled", choose(c), jax.ShapeDtypeStruct(c.shape, c.dtype))
+    assert total == sum(bytes_of(c) for c, _ in found) <= 20_000
 
 
 def test_a_budget_of_a_bit_an_entry_is_kept():

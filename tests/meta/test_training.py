@@ -267,6 +267,16 @@ def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_p
         assert "the leaf name of a checkpoint" in error.value.__notes__[0]
 
 
+def test_arrays_that_are_not_those_that_were_described_are_damage(tmp_path):
+    for name in ("mine", "other"):
+        with meta.Checkpoints(tmp_path / name) as checkpoints:
+            checkpoints.save(1, {"x": jnp.full(2, float(len(name)))})
+    shutil.rmtree(tmp_path / "mine" / "1" / "default")
+    shutil.copytree(tmp_path / "other" / "1" / "default", tmp_path / "mine" / "1" / "default")
+    with meta.Checkpoints(tmp_path / "mine") as checkpoints:
+        refused(ValueError, "damaged.*the bits of x have changed", checkpoints.restore, 1, {"x": jnp.zeros(2)})
+
+
 def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path):
     def log(step, metrics):
         refused(ValueError, f"another run trains in .*process {os.getpid()}", trained, tmp_path, 2)
