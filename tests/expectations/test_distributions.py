@@ -267,11 +267,7 @@ AT_ZERO = {
     "event": (lambda t: dist.Poisson(t * jnp.ones(2)).to_event(1), [0, 0], lambda t: -2 * t),
     "moved": (lambda t: transformed(dist.Poisson(t), moved(1.0)), 1.0, lambda t: -t),
     "zero-inflated": (lambda t: dist.ZeroInflatedPoisson(0.3, t), 0, lambda t: jnp.log(0.3 + 0.7 * jnp.exp(-t))),
-    "logit gate": (
-        lambda t: dist.ZeroInflatedLogits(dist.Poisson(t), 0.0),
-        0,
-        lambda t: jnp.log((1 + jnp.exp(-t)) / 2),
-    ),
+    "gate": (lambda t: dist.ZeroInflatedLogits(dist.Poisson(t), 0.0), 0, lambda t: jnp.log((1 + jnp.exp(-t)) / 2)),
     "mixture": (lambda t: mixture(dist.Poisson(t), dist.Poisson(0.5)), 0, lambda t: jnp.log(0.3 * jnp.exp(-t) + MIXED)),
     "negative binomial": (lambda t: dist.NegativeBinomialProbs(3, t), 0, lambda t: 3 * jnp.log1p(-t)),
     "multinomial": (lambda t: dist.Multinomial(3, stack(t, 0.4, 0.6)), CHOSEN, lambda t: jnp.log(0.432 / (1 + t) ** 3)),

@@ -378,9 +378,8 @@ OF_ALL_LANES = {
     "drawn again": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,))][:, 1],
     "kernels": lambda x: jnp.sum(jnp.tanh(x @ x.T), axis=1),
 }
-OF_ONE_LANE = {
-    name: lambda x, f=f: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), 1) for name, f in BY_ROW.items()
-}
+of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
+OF_ONE_LANE = {name: of_lanes(f) for name, f in BY_ROW.items()}
 OF_ONE_LANE |= {
     "a constant baseline": lambda x: x[:, 0] - jax.lax.stop_gradient(x[:, 0].mean()),
     "all are done": lambda x: jax.lax.while_loop(lambda x: (x < 9).all(), lambda x: x + 1, x)[:, 0],
