@@ -250,7 +250,7 @@ def test_a_derivative_within_a_program_may_hand_the_tape_on():
         g, tape = jax.grad(inner, has_aux=True)(a, tape)
         return visit(tape, g).cost(ONES)
 
-    assert jnp.all(jnp.isfinite(jax.jit(ap.grad(program, lanes=4))(KEY, ONES)))
+    assert (messages(program, (4,))[0] == 2).all()  # the derivative of g = 2 a, at a cost of 1
 
 
 TWO, THREE = jnp.ones((4, 2)), jnp.ones((4, 3))
