@@ -185,15 +185,14 @@ def test_what_an_estimator_of_a_user_returns_is_looked_at():
         drawn = lambda tape, t, mine=mine: ap.sample(tape, unit_normal(t * jnp.ones(4)), mine)
         for draw in (ap.stochastic(mine)(unit_normal), ap.stochastic(mixed)(unit_normal), drawn):
             words = rf"mine: {part} must return one floating-point array of shape \((4,)?\).*{got}"
-            refused(TypeError, words, jax.eval_shape, ap.expectation(paid(draw), 4), KEY, 0.3)
+            refused_program(words, paid(draw), 0.3, error=TypeError)
 
 
 def test_what_goes_wrong_in_a_function_of_an_estimator_says_how_it_is_called():
     mine = ap.Estimator("mine", pathwise=ap.likelihood_ratio().score)
     for estimator in (mine, ap.Mixer("two", (mine, mine), HALF)):
-        objective = ap.expectation(paid(ap.stochastic(estimator)(unit_normal)), 4)
         words = r"pathwise of the estimator mine, called as pathwise\(distribution, key\)"
-        refused(TypeError, words, jax.eval_shape, objective, KEY, 0.3)
+        refused_program(words, paid(ap.stochastic(estimator)(unit_normal)), 0.3, error=TypeError)
 
 
 def test_calls_that_are_off_are_refused():
@@ -226,5 +225,5 @@ def test_calls_that_are_off_are_refused():
 
 def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():
     push = ap.stochastic(ap.reparameterization())(lambda x, force: dist.Normal(x + force, 0.1))
-    objective = ap.expectation(paid(lambda tape: push(tape, jnp.ones(4), jnp.ones(4)), jnp.square), 4)
-    refused(ValueError, r"two axes of the lanes.*in_axes=\(0, 0\)", jax.eval_shape, objective, KEY)
+    program = paid(lambda tape: push(tape, jnp.ones(4), jnp.ones(4)), jnp.square)
+    refused_program(r"two axes of the lanes.*in_axes=\(0, 0\)", program)
