@@ -6,7 +6,6 @@ from typing import Any
 import jax
 from flax.errors import TraceContextError
 
-from apgrad._ground.arguments import noted
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
 
@@ -23,8 +22,7 @@ def trace(
     def traced(*arrays):
         given = put(*arrays)
         before, form = jax.tree.flatten(given)
-        with noted(who + _CHANGES, TraceContextError):
-            output = function(given)
+        output = _called(who, function, given)
         after, form_after = jax.tree.flatten(given)
         if form != form_after:
             raise ValueError(who + _CHANGES)
@@ -46,12 +44,18 @@ def trace(
     return jaxprs.Program(jaxpr.replace(outvars=jaxpr.outvars[:count]), program.consts), shape
 
 
+def _called(who, function, *args):
+    try:
+        return function(*args)
+    except TraceContextError as error:  # of a module that the function closes over
+        raise ValueError(who + _CHANGES) from error
+
+
 def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*args):
         before, form = jax.tree.flatten(args)
-        with noted(who + _CHANGES, TraceContextError):  # of a module that it closes over
-            output = function(*args)
+        output = _called(who, function, *args)
         after, form_after = jax.tree.flatten(args)
         if form != form_after or any(a is not b for a, b in zip(before, after, strict=True)):
             arrays, put = jaxprs.arrays_of(form.unflatten(before), (jax.Array,))
@@ -62,7 +66,7 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _CHANGES = (
-    " is given a function that changes its arguments in place, as a module with dropout or batch normalization changes "
-    "itself, and the changes would be lost. With Flax NNX, pass what nnx.split gives, and in the function call "
-    "nnx.merge(graph, params, state, copy=True) and return nnx.state of the rest beside the output."
+    " is given a function that changes its arguments in place, or what it closes over, as a module with dropout or "
+    "batch normalization changes itself, and the changes would be lost. With Flax NNX, pass what nnx.split gives, and in "
+    "the function call nnx.merge(graph, params, state, copy=True) and return nnx.state of the rest beside the output."
 )
