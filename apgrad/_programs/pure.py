@@ -67,6 +67,7 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 _CHANGES = (
     " is given a function that changes its arguments in place, or what it closes over, as a module with dropout or "
-    "batch normalization changes itself, and the changes would be lost. With Flax NNX, pass what nnx.split gives, and in "
-    "the function call nnx.merge(graph, params, state, copy=True) and return nnx.state of the rest beside the output."
+    "batch normalization changes itself, and the changes would be lost. With Flax NNX, pass what nnx.split gives, and "
+    "in the function call nnx.merge(graph, params, state, copy=True) and return nnx.state of the rest beside the "
+    "output."
 )
