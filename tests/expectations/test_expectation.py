@@ -386,6 +386,7 @@ OF_ONE_LANE |= {
     "row by row": lambda x: jax.lax.map(jnp.sum, x),
     "of its own choice": lambda x: (x**2)[jnp.arange(4), jnp.argmax(x, axis=1)],
     "until it is done": jax.vmap(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)[0]),
+    "a node of two arrays": lambda x: jax.vmap(ap.node(ap.backpropagation(jnp.multiply)))(x[:, 0], x[:, 1]),
     "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),
 }
 

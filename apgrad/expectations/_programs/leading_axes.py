@@ -62,7 +62,7 @@ def _of_all_steps(fact):
 
 
 _BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "select_n"}
-_BY_ELEMENT -= {"argmax", "argmin", "bitcast_convert_type", "iota", "random_bits"}
+_BY_ELEMENT -= {"any_mapped", "argmax", "argmin", "bitcast_convert_type", "iota", "random_bits"}
 
 
 def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
@@ -203,7 +203,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if nested(eqn) is not None:
             return None
         along = [n for n, fact in enumerate(facts) if fact not in (None, MIXED)]
-        if name == "stop_gradient":
+        if name in ("any_mapped", "stop_gradient"):
             made = None
         elif MIXED in facts:
             made = MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
