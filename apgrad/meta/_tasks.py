@@ -257,6 +257,7 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
     Args:
       make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer. Adam and its
         kin want `eps_root=1e-16` or so: at a gradient of 0, as of a relu unit that is off, a root has no derivative.
+        `optax.inject_hyperparams` keeps theta of the start, of which `truncated` sees nothing: it is not needed here.
       loss: `(params, batch) -> scalar`, whose gradient the optimizer gets. It writes to no parameter, or a ValueError.
 
     Example:

@@ -279,7 +279,7 @@ def learned_node(
     asked = [place for place in opened if place is not None]
 
     def apply(values, parameters, data):
-        return function(*values, *parameters, *data)
+        return strong(function(*values, *parameters, *data))
 
     def forward(asked, signals, parameters, data):
         asked = [(place.local_rule, place.state) for place in asked]
@@ -326,6 +326,11 @@ def names_of(features: Callable[..., dict[str, Any]], *args: Any) -> tuple[str, 
     names: list[str] = []
     jax.eval_shape(lambda *args: names.extend(features(*args)), *args)
     return tuple(names)
+
+
+def strong(x: Any) -> jax.Array:
+    """An array without JAX's weak type, which no port has: `jnp.full(3, 0.1)` and `jnp.where(x, 1.0, 0.0)`."""
+    return jnp.asarray(x, jnp.result_type(x))
 
 
 def alike(*pairs: Any) -> list[Any]:

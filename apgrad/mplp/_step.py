@@ -15,7 +15,7 @@ from apgrad._ground.port import port
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import require_undivided, trace
 from apgrad.mplp._paths import require_messages
-from apgrad.mplp._places import Parameter, Places
+from apgrad.mplp._places import Parameter, Places, strong
 from apgrad.mplp._protocol import LearnedRule, Site
 from apgrad.mplp._reach import warn_outside
 
@@ -84,7 +84,7 @@ def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch
             raise TypeError(f"parameters are floating point, got params{name} of dtype {jnp.result_type(leaf)}")
     if not isinstance(state, dict):
         raise TypeError(f"a rule's state is a dictionary that mplp.init_state makes, got {type(state).__name__}")
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.tree.map(strong, params)
     require_undivided("mplp.backward", (params, batch))
     known = _require_messages(rule, network, params, batch)
     if unknown := sorted(state.keys() - known.sites.keys()):

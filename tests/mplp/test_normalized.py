@@ -251,3 +251,19 @@ def test_a_layer_that_is_silent_has_a_finite_meta_gradient():
         return jnp.sum(jax.nn.log_softmax(network.predict(learned, batch[0]))[:, 0])
 
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient(rule)))
+
+
+def test_a_meta_gradient_at_predictions_of_zero(x64):
+    """Of an output layer that begins at 0: what the loss shows of a prediction has a derivative there too."""
+    network, prior = ap.meta.mlp((2, 1), [], mplp.squared_error, deviation=0.0)
+    params, batch = prior(jax.random.key(0)), (jnp.arange(8.0).reshape(4, 2), jnp.arange(4.0)[:, None])
+    options = {"message_size": 1, "rank": 1, "hidden": 2, "whiten": False}
+    rule = jiggle(mplp.Normalized(mplp.sites(network, params, batch), rngs=nnx.Rngs(0), **options), 1.0)
+
+    def after(c):
+        moved = {"dense_out": params["dense_out"] | {"bias": c[None]}}
+        updates, _, _ = first_step(rule, network, moved, batch)
+        return network.mean_loss(jax.tree.map(jnp.add, moved, updates), batch)
+
+    slope, (up, down) = jax.jit(lambda c: (jax.grad(after)(c), [after(c + h) for h in (1e-6, -1e-6)]))(jnp.zeros(()))
+    np.testing.assert_allclose(slope, (up - down) / 2e-6, rtol=1e-6)

@@ -15,7 +15,7 @@ from tests.mplp.graphs import close, first_step
 from tests.refusals import refused
 
 P = {name: jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate({"w": (3, 3), "v": (3, 3)}.items())}
-P |= {"c": jnp.asarray([1.0, 2.0, 0.5]), "d": jnp.ones(3), "pos": jnp.ones((4, 3))}
+P |= {"c": jnp.asarray([1.0, 2.0, 0.5]), "d": jnp.full(3, 1.0), "pos": jnp.ones((4, 3))}
 BATCH = jnp.arange(12.0).reshape(4, 3) / 10, jnp.ones((4, 3))
 RULE = mplp.Exact(0.1)
 sine = jax.custom_vjp(jnp.sin)
@@ -156,6 +156,7 @@ REFUSED = {
     "in a scan": (lambda n: through_a_scan(n, lambda s: n.dense("1", n.dense("1", s), n.p["v"])), "'w'.*, and .*'v'"),
     "a constant": (lambda n: n.loss(n.dense("1", n.dense(), mplp.parameter(jnp.eye(3)))), r"'w'\], and a constant"),
 }
+after_a_step = lambda n: n.dense("2", n.act(lambda v: jnp.where(v > 0, 1.0, 0.0)), n.p["v"])
 again = lambda n: jax.lax.scan(lambda s, _: (n.dense("1", s), 0), n.dense(), None, 2)[0]
 RIGHT = {
     "one node twice": lambda n: n.loss(jax.checkpoint(n.dense, static_argnums=0)("1", n.dense(), n.p["w"])),
@@ -171,6 +172,7 @@ RIGHT = {
     "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
     "shard_map": lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], s, w)),
+    "weak types": lambda n: n.loss(mplp.wire(jnp.add, mplp.bias(n.at["b"], n.dense(), n.p["d"]), after_a_step(n))),
     "wire": lambda n: n.loss(mplp.wire(jnp.tanh, n.dense())),
     "wire of a custom_vjp": lambda n: n.loss(mplp.wire(sine, n.dense())),
     "wire of a node of first order": lambda n: n.loss(mplp.wire(jax.jit(first_order), n.dense())),

@@ -168,7 +168,8 @@ def _inputs(site: Site) -> int:
 
 
 def _squash(x: jax.Array) -> jax.Array:
-    return jnp.sign(x) * jnp.log1p(jnp.abs(x))
+    # sign(x) log(1 + |x|), whose derivative at 0 is 1: of the two maxima it is a half each.
+    return jnp.log1p(jnp.maximum(x, 0)) - jnp.log1p(jnp.maximum(-x, 0))
 
 
 class _Controller(nnx.Module):
