@@ -80,8 +80,8 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     """The lanes' states as rows, (B, D), of float32 at least, and what gives rows the states' structure and dtype.
 
-    The rows are in units of each component's range, so that squares of small and large states stay within the dtype,
-    and differences from the first lane, so that what does not vary has no variance by rounding.
+    The rows are differences from the first lane, so that what does not vary has no variance by rounding, in units of
+    each component's range, so that squares stay within the dtype.
     """
     for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -106,8 +106,7 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def cholesky(covariance: jax.Array) -> jax.Array:
     """The lower Cholesky factor F, with a millionth added to each variance; zero for a component without any.
 
-    Its derivative is right of first order for such a component j, too: with L the factor of the others,
-    F_j = L^-1 Sigma_j, as if j came last. (The variance of j has no derivative where it is zero.)
+    Such a component j has the first derivative of F_j = L^-1 Sigma_j, with the others' factor L, as if j came last.
     """
     size = len(covariance)
     variance = jnp.diag(covariance)
