@@ -61,7 +61,7 @@ def stochastic(
         def stochastic_function(tape, *args, **kwargs):
             require_tape(what, tape)
             mask = kwargs.pop("mask", None) if "mask" not in signature else None
-            args = _positional(what, function, args, kwargs)
+            args = _positional(what, function, args, kwargs, in_axes)
             axes = _resolve_axes(what, in_axes, args)
             names = signature if len(signature) == len(args) else range(len(args))
             lane = {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0}
@@ -162,12 +162,13 @@ def _resolve_axes(what, in_axes, args):
     return axes
 
 
-def _positional(what, function, args, kwargs):
+def _positional(what, function, args, kwargs, in_axes):
     """All arguments by position, which is how `in_axes` counts them."""
     if not kwargs:
         return args
     bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
+    if bound.kwargs or in_axes is not None:  # else the last ones are left to the function
+        bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(f"{what}: in_axes counts arguments by position, and {list(bound.kwargs)} have none")
     return bound.args

@@ -223,6 +223,14 @@ def test_calls_that_are_off_are_refused():
     refused_draw("that jax.vmap made", lambda tape: ap.sample(tape, mapped, ap.likelihood_ratio()))
 
 
+def test_a_default_after_what_is_given_by_keyword_is_the_functions_own():
+    """It is none of the lanes' arguments, which it would have to be if it were given."""
+    step = ap.stochastic(ap.reparameterization())(lambda t, x, scale=1.0, shift=0.5: dist.Normal(t * x + shift, scale))
+    ones = jnp.ones(4)
+    draws = lambda tape, t: step(tape, t, ones, scale=ones), lambda tape, t: step(tape, t, ones, ones)
+    np.testing.assert_array_equal(*jax.jit(lambda: [ap.grad(paid(draw), 4)(KEY, 0.5) for draw in draws])())
+
+
 def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():
     push = ap.stochastic(ap.reparameterization())(lambda x, force: dist.Normal(x + force, 0.1))
     program = paid(lambda tape: push(tape, jnp.ones(4), jnp.ones(4)), jnp.square)
