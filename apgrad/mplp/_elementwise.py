@@ -2,11 +2,9 @@
 
 *Nodes* are activations, softmax, pooling, normalisation. The rule is asked at each element of the input. Where input
 and output have one shape, it gets the output's message as it is, also where the derivative is zero (the papers' step
-activation). Where they differ (pooling), the transposed Jacobian takes each component of the message to the elements of
-the input.
+activation). Where they differ (pooling), the transposed Jacobian takes each component of the message to the input.
 
-*Wires.* A function's Jacobian is applied to the port, which stays zero; reverse mode transposes it, component by
-component.
+*Wires.* A function's Jacobian is applied to the port, which stays zero; reverse mode transposes it.
 """
 
 import math

@@ -7,8 +7,7 @@ time), or the old one without a use. A node whose whole message is zero is not u
 
 *Nodes.* A node is a function, and a question to the rule. Along values, the transposed Jacobian of `y = f(x, w)` makes
 the true cotangents of x and w. Along ports, the rule's answer makes the messages at x, the updates of w and the new
-state. The backward pass is plain JAX in all that it takes, so derivatives of higher order, such as the meta-gradient,
-are right.
+state. The backward pass is plain JAX in all that it takes, so derivatives of higher order (meta-gradients) are right.
 """
 
 import functools

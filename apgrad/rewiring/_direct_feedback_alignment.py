@@ -23,8 +23,7 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
     an array (outputs, ...) that ends in the axes of the layer's input without the leading ones.
 
     Args:
-      key: the PRNG key of the random weights, normal with a deviation of 1 over the root of the
-        number of outputs.
+      key: the PRNG key of the random weights, normal with a deviation of 1 / sqrt(outputs).
       where: which layers send it, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
