@@ -20,10 +20,10 @@ from jax import lax
 
 from apgrad._ground.messages import describe, tuple_of
 from apgrad._ground.warning import warn
-from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import is_inexact, nested, trace
+from apgrad._programs.jaxprs import trace
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._programs.jumps import jump
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
@@ -99,7 +99,7 @@ def choose(
     x, cost = _pair(what, estimator.estimate(distribution, key, costs), drawn)
     x = channels.drawn(tape, lax.stop_gradient(x), bool(jax.tree.leaves(form)))
     if estimator.relaxed:
-        _warn_of_integers(what, program)
+        _warn_of_jumps(what, program)
     tape = tape.cost(cost if estimator.every_order else once(estimator.name, cost))
     if not jax.tree.leaves(form):
         events = len(getattr(base(distribution), "event_shape", ()))
@@ -156,23 +156,10 @@ def _warn_of_a_batch(what, program, shape):
         )
 
 
-def _warn_of_integers(what, program):
-    found = []
-
-    def transfer(eqn, facts):
-        if not any(facts):
-            return [False] * len(eqn.outvars)
-        name = eqn.primitive.name
-        rounds = name in ("convert_element_type", "argmax") and not is_inexact(eqn.outvars[0].aval)
-        floats = any(fact and is_inexact(v.aval) for fact, v in zip(facts, eqn.invars, strict=True))
-        if floats and (rounds or name in ("round", "floor", "ceil")):
-            found.append(name)
-        return None if nested(eqn) is not None else [True] * len(eqn.outvars)
-
-    flow(program, [True, *[False] * (len(program.jaxpr.invars) - 1)], transfer, lambda a, b: a or b, lambda _: False)
-    if found:
+def _warn_of_jumps(what, program):
+    if name := jump(program):
         warn(
-            f"{what}: the cost is evaluated between the outcomes too, and makes integers of them ({found[0]}), where "
-            "it is flat. The gradient is right, but its variance is higher than without the relaxation. Write the cost "
-            "as a differentiable function of x (a product with a one-hot vector), or use ap.disarm() or ap.rloo()."
+            f"{what}: the cost is evaluated between the outcomes too, and jumps there ({name}). The gradient is "
+            "right, but its variance is higher than without the relaxation. Write the cost as a differentiable "
+            "function of x (a product with a one-hot vector), or use ap.disarm() or ap.rloo()."
         )

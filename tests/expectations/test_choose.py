@@ -323,13 +323,28 @@ def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
 
 
 @pytest.mark.quick
-def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
-    table = jnp.array([0.2, 1.0])
-    run = lambda cost: jax.eval_shape(ap.expectation(one_choice(ap.rebar(), lambda lanes: COIN, cost), 4), KEY)
-    run(lambda x: (x - 0.45) ** 2)  # warnings are errors
-    for cost in (lambda x: table[x.astype(int)], lambda x: jax.jit(jnp.round)(x) ** 2):
-        with pytest.warns(UserWarning, match=r"rebar\).*makes integers of them"):
-            run(cost)
+def test_a_cost_that_jumps_between_outcomes_is_refused_by_rebar_and_warned_of_elsewhere():
+    """A control variate that jumps with the choice takes the gradient away: .733 came out as 0."""
+
+    def run(estimator, cost, choice=COIN):
+        jax.eval_shape(ap.expectation(one_choice(estimator, lambda lanes: choice, cost), 4), KEY)
+
+    table, sides = jnp.array([0.2, 1.0]), (lambda x: 2.0, lambda x: 3.0)
+    jumping = {
+        "integers": lambda x: table[x.astype(int)],
+        "rounded": lambda x: jax.jit(jnp.round)(x) ** 2,
+        "chosen": lambda x: jnp.where(x > 0.5, *table),
+        "compared": lambda x: x + jnp.asarray(x == 1, float),
+        "a branch": lambda x: jax.lax.cond(x > 0.5, *sides, x),
+        "in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + jnp.sign(x), 0.0),
+    }
+    for cost in jumping.values():
+        refused(ValueError, "rebar: the control variate jumps", run, ap.rebar(), cost)
+        refused(ValueError, "relax: the control variate jumps", run, ap.relax(cost), lambda x: x)
+        with pytest.warns(UserWarning, match=r"double_control_variates\).*jumps there"):
+            run(ap.double_control_variates(), cost)
+    for cost in ((lambda x: (x - 0.45) ** 2), jax.nn.elu, jax.nn.softplus, lambda x: jnp.where(table[1] > 0.5, x, 0.0)):
+        run(ap.rebar(), cost)  # warnings are errors
 
 
 @pytest.mark.parametrize("name", ["rebar", "relax"])

@@ -12,6 +12,7 @@ theta, so that with z and z' differentiable in theta, and e the exponential of a
     k(z) - k(z') e                                                                                    (*)
 
 has expectation 0, with all of its derivatives: a control variate for c(x) e. It enters as a zero with its derivatives.
+Pathwise derivatives of k miss its jumps, and k(z') e does not: a k that jumps where x does takes away the gradient.
 
 *The conditional relaxation, from the same noise* (Tucker et al., 2017, appendix: the coupling). Given x, z is a fixed
 function of noise w whose distribution does not depend on theta: for Bernoulli choices (x = 1; x = 0 mirrors it)
@@ -38,7 +39,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
+from apgrad._programs.jaxprs import trace
 from apgrad.expectations._distributions import without_validation
+from apgrad.expectations._programs.jumps import jump
 from apgrad.expectations.estimators._choice_estimator import per_lane
 from apgrad.expectations.estimators._discrete import Choices, within_floats
 
@@ -74,20 +77,27 @@ def second_moment(surrogate: Callable[[Any], Any], choices: Choices) -> jax.Arra
 
 
 def with_control_variate(
-    choices: Choices, key: jax.Array, costs: Callable[[Any], Any], control: Callable[[Any, Any], Any], parameters: Any
+    what: str, choices: Choices, key: jax.Array, costs: Callable[..., Any], control: Callable[..., Any], parameters: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The sample and its cost; in `control(parameters, z)`, (lanes,), nothing but these two may have a derivative."""
     choices = choices._replace(logits=within_floats(choices.logits))
     x, unconditional, conditional = relaxed(choices, key)
     cost = costs(x)
 
+    def value(parameters, z):
+        with without_validation():  # else a log_prob in it is -inf at what is no outcome
+            return control(parameters, z).astype(cost.dtype)
+
     def surrogate(phi, parameters, cost):
         zero = zero_with_gradient(per_lane(choices._replace(logits=phi).log_prob(x))).astype(cost.dtype)
         weight = jnp.exp(zero)
-        with without_validation():  # else a log_prob in it is -inf at what is no outcome
-            free, given = (control(parameters, z(phi)).astype(cost.dtype) for z in (unconditional, conditional))
+        free, given = (value(parameters, z(phi)) for z in (unconditional, conditional))
         return cost * weight + zero_with_gradient(free - given * weight)
 
+    if jumps := jump(trace(lambda z: value(parameters, z), choices.logits)[0]):
+        why = f"{what}: the control variate jumps between the outcomes ({jumps}), so that the gradient would be wrong"
+        instead = "Write it, or rebar's cost, without comparisons and integers (a product with a one-hot vector)"
+        raise ValueError(f"{why}. {instead}, or use rloo() or disarm().")
     held = jax.tree.map(lambda p: lax.stop_gradient(p) if isinstance(p, jax.Array) else p, parameters)
     estimate = surrogate(choices.logits, held, cost)
     if any(isinstance(p, jax.Array) for p in jax.tree.leaves(parameters)):

@@ -24,7 +24,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     """REBAR, for Bernoulli and categorical choices; `ap.choose` takes it.
 
     The continuation is given floating-point outcomes, one-hot for a category, and values between them. So its cost must
-    be differentiable in x; `ap.choose` warns of a cast to integers. Another distribution is a `TypeError`.
+    be differentiable in x: a comparison or a cast to integers is a `ValueError`, another distribution a `TypeError`.
 
     Args:
       temperature: the temperature of the relaxation, a positive scalar; others are a `ValueError`.
@@ -52,7 +52,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
             return jnp.asarray(scale, cost.dtype) * cost
 
         at_outcomes = lambda x: costs(relaxable(distribution, x)[None])[0]
-        return with_control_variate(made, key, at_outcomes, control, (temperature, eta))
+        return with_control_variate("rebar", made, key, at_outcomes, control, (temperature, eta))
 
     assumptions = "The continuation's cost is differentiable in relaxed outcomes."
     return ChoiceEstimator("rebar", estimate, lambda _: 2, "none", assumptions, relaxed=True, every_order=True)

@@ -41,7 +41,7 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
 
     Raises:
       TypeError: for another distribution, and a control that cannot be called or closes over what is differentiated.
-      ValueError: at trace time, for a control whose value is no scalar, or `given` without the lanes.
+      ValueError: at trace time, for a control that jumps or whose value is no scalar, or `given` without the lanes.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -70,7 +70,7 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
             return value
 
         made, at_outcomes = choices("relax", distribution), lambda x: costs(x[None])[0]
-        return with_control_variate(made, key, at_outcomes, controlled, control)
+        return with_control_variate("relax", made, key, at_outcomes, controlled, control)
 
     assumptions = "The control and what it is given depend on the choice through z alone."
     return ChoiceEstimator("relax", estimate, lambda distribution: 1, "none", assumptions, every_order=True)

@@ -1,0 +1,46 @@
+"""Whether what a program makes jumps as an input moves: a pathwise derivative misses the jump.
+
+The fact of an array is 0 if it stays as it is, 1 if it moves with the input, 2 if it is a comparison of what moves, and
+the name of an equation if it jumps there. A choice by a comparison jumps for sure where what is chosen stays as it is;
+where that moves too, as in a leaky ReLU, it is taken for continuous. So is one by what does not move, if what can be
+chosen moves: NumPyro's densities have such formulas for infinite logits.
+"""
+
+import functools
+
+import jax.numpy as jnp
+
+from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import Program, is_inexact, nested
+
+
+def jump(program: Program) -> str | None:
+    """The name of an equation by which the first output jumps as the first input moves, or None."""
+
+    def transfer(eqn, facts):
+        name, found = eqn.primitive.name, functools.reduce(_either, facts, 0)
+        if nested(eqn) is not None and not (name == "cond" and facts[0]):
+            return None
+        if name == "select_n" and facts[0] == 0 and 1 in facts:
+            return [1]
+        if found == 0 or isinstance(found, str):
+            return [found] * len(eqn.outvars)
+        return [_made(name, facts, v.aval) for v in eqn.outvars]
+
+    found = flow(program, [1, *[0] * (len(program.jaxpr.invars) - 1)], transfer, _either, lambda _: 0)[0]
+    return found if isinstance(found, str) else None
+
+
+def _made(name, facts, made):
+    if made.dtype == jnp.bool_:
+        return 2
+    if name == "select_n":
+        return 1 if any(facts[1:]) else name
+    return name if name in _JUMPS or 2 in facts or not is_inexact(made) else 1
+
+
+def _either(a, b):
+    return next((fact for fact in (a, b) if isinstance(fact, str)), None) or max(a, b)
+
+
+_JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
