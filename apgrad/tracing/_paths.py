@@ -98,6 +98,7 @@ class Compiled:
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
 
+    @jax.disable_jit(False)  # who debugs without it has paths all the same
     def __call__(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(args)
         traced = jax.jit(lambda *leaves: function(*tree.unflatten(leaves)), keep_unused=True).trace(*leaves)
@@ -109,7 +110,7 @@ class Compiled:
         key = hashlib.sha256(b"".join(parts)).digest(), lowered.out_tree, _shardings(leaves)
         if key not in self._kept:
             self._kept[key] = lowered.compile()
-        return lambda *args: self._kept[key](*jax.tree.leaves(args))
+        return jax.disable_jit(False)(lambda *args: self._kept[key](*jax.tree.leaves(args)))
 
 
 class Element(NamedTuple):
