@@ -363,7 +363,11 @@ def test_checkpoints_that_are_not_this_version_s_are_refused_naming_both_sides()
     arrays, name = load("sinusoid"), "loss/gru/W_update_c"
     network, draw = TASKS["sinusoid"]()
     sites = mplp.sites(network, draw(jax.random.key(0)), (jnp.ones((2, 1)), jnp.ones((2, 1))))
+    of_synapse = lambda name: "_dense" in name and "/gru/" in name
+    shared = {k.replace("0_dense", "shared"): v for k, v in arrays.items() if k.startswith("0_") and of_synapse(k)}
+    shared |= {k: v for k, v in arrays.items() if not of_synapse(k)}
     for words, wrong in (
+        (r"other numbers for 1_activation/gru/\S+ and 3_activation/gru/", shared),
         (r"for the nodes .*'3_softmax'.*the network has .*'4_dense/bias'", load("mnist")),
         (f"has no '{name}'", {k: v for k, v in arrays.items() if k != name}),
         (r"does not know: \['loss/gru/more'\]", arrays | {"loss/gru/more": np.ones(2)}),

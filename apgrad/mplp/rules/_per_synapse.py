@@ -321,8 +321,14 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
                 wanted |= _of_gru(cell.gru, f"shared{part}/gru" if shared and part else f"{place}/gru")
             for name in ("f", "g") if stateless and part else ("g",) if stateless else ():
                 wanted |= _of_mlp(getattr(cell, name), f"{place}/{name}")
+    first: dict[int, str] = {}
     for name, variable in wanted.items():
         value = _take(arrays, name)
+        if not np.array_equal(value, arrays[same := first.setdefault(id(variable), name)]):
+            raise ValueError(
+                f"the checkpoint has other numbers for {same} and {name}, of which a rule that shares the networks of "
+                "dense layers has one: it shares those of activations too"
+            )
         if value.shape != variable[...].shape:
             raise ValueError(f"the checkpoint's {name} has shape {value.shape}, the rule wants {variable[...].shape}")
         variable[...] = jnp.asarray(value, variable[...].dtype)
