@@ -76,8 +76,7 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 def mapped_with(tree: Any, others: Any) -> Any:
     """The pytree, whose floating-point arrays `jax.vmap` maps where it maps any of the other arrays.
 
-    The message to an array that it does not map is the sum over all copies. A `custom_vjp` function whose memory alone
-    is mapped would send an answer to this sum from each copy, and so multiply messages by their number.
+    Else the message is the sum over all copies, and each copy of what a `custom_vjp` function remembers answers it.
     """
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     if not arrays:
