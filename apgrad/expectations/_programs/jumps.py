@@ -1,9 +1,7 @@
 """Whether what a program makes jumps as an input moves: a pathwise derivative misses the jump.
 
-The fact of an array is 0 if it stays as it is, 1 if it moves with the input, 2 if it is a comparison of what moves, and
-the name of an equation if it jumps there. A choice by a comparison jumps for sure where what is chosen stays as it is;
-where that moves too, as in a leaky ReLU, it is taken for continuous. So is one by what does not move, if what can be
-chosen moves: NumPyro's densities have such formulas for infinite logits.
+A fact is 0 (stays), 1 (moves), 2 (a comparison of what moves), or the name of an equation that jumps. A choice jumps for
+sure where it is by a comparison, and what is chosen stays; in a leaky ReLU that moves, and in formulas for infinite logits.
 """
 
 import functools
