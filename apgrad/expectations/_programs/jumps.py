@@ -1,7 +1,7 @@
 """Whether what a program makes jumps as an input moves: a pathwise derivative misses the jump.
 
-A fact is 0 (stays), 1 (moves), 2 (a comparison of what moves), or the name of an equation that jumps. A choice jumps for
-sure where it is by a comparison, and what is chosen stays; in a leaky ReLU that moves, and in formulas for infinite logits.
+A fact is 0 (stays), 1 (moves), 2 (a comparison of what moves), or the name of an equation that jumps. A choice by a
+comparison jumps for sure where what is chosen stays. In a leaky ReLU, and in formulas for infinite logits, it moves.
 """
 
 import functools
