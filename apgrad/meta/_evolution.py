@@ -143,7 +143,6 @@ def _persistent(problem, segment, sigma, stagger, keep):
 
 
 def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
-    """Normal noise in the form of what is trained of theta."""
     trained, _ = partition(theta)
     for path, x in jax.tree_util.tree_leaves_with_path(trained):
         if jnp.finfo(dtype := jnp.result_type(x)).bits < 32:

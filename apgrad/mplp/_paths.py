@@ -209,7 +209,6 @@ def _held(fact: Fact) -> Fact:
 
 
 def _made(eqn, facts, together):
-    """The fact of what an equation makes."""
     name = eqn.primitive.name
     if not together or name in kinds.NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING

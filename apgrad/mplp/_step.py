@@ -191,7 +191,6 @@ def unroll(
 
 
 def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """The mean loss of a network, and its metrics with this loss."""
     result = network(places, jax.tree.map(Parameter, values, ports), batch)
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(metrics, dict) or "loss" in metrics:
