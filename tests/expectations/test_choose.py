@@ -343,7 +343,16 @@ def test_a_cost_that_jumps_between_outcomes_is_refused_by_rebar_and_warned_of_el
         refused(ValueError, "relax: the control variate jumps", run, ap.relax(cost), lambda x: x)
         with pytest.warns(UserWarning, match=r"double_control_variates\).*jumps there"):
             run(ap.double_control_variates(), cost)
-    for cost in ((lambda x: (x - 0.45) ** 2), jax.nn.elu, jax.nn.softplus, lambda x: jnp.where(table[1] > 0.5, x, 0.0)):
+    times = ap.node(ap.Propagator(lambda x: (2 * x, None), lambda _, m: (2 * m,)))
+    smooth = {
+        "elementary": lambda x: (x - 0.45) ** 2 + jax.nn.elu(x) + jax.nn.softplus(x),
+        "chosen by what stays": lambda x: jnp.where(table[1] > 0.5, x, 0.0),
+        "a node": times,
+        "as in Bernoulli's log_prob": lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf * (x > 0).astype(float)),
+        "without NaN": lambda x: jnp.nan_to_num(x),
+        "solved": lambda x: jnp.sum(jnp.linalg.solve(jnp.eye(2) + x, table)),
+    }
+    for cost in smooth.values():
         run(ap.rebar(), cost)  # warnings are errors
 
 

@@ -19,6 +19,8 @@ def jump(program: Program) -> str | None:
         name, found = eqn.primitive.name, functools.reduce(_either, facts, 0)
         if nested(eqn) is not None and not (name == "cond" and facts[0]):
             return None
+        if name in _STAY or (name in ("eq", "ne") and eqn.invars[0] is eqn.invars[1]):  # the second is isnan
+            return [0]
         if name == "select_n" and facts[0] == 0 and 1 in facts:
             return [1]
         if found == 0 or isinstance(found, str):
@@ -34,11 +36,13 @@ def _made(name, facts, made):
         return 2
     if name == "select_n":
         return 1 if any(facts[1:]) else name
-    return name if name in _JUMPS or 2 in facts or not is_inexact(made) else 1
+    integers = not is_inexact(made) and name != "lu"  # its pivots are no jump of what is solved by them
+    return name if name in _JUMPS or 2 in facts or integers else 1
 
 
 def _either(a, b):
     return next((fact for fact in (a, b) if isinstance(fact, str)), None) or max(a, b)
 
 
+_STAY = ("any_mapped", "is_finite")  # whatever moves between finite numbers
 _JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
