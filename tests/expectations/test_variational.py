@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flax import nnx
 from numpyro.contrib import control_flow
 from numpyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 
@@ -186,6 +187,9 @@ def test_bounds_that_charge_samples_with_their_own_weights_refuse_a_joint_densit
             traced(way, lambda z: z.astype(float) - jax.lax.stop_gradient(z.mean(0)))
             traced(way, lambda z: jnp.var(z, axis=1), 1)
         traced(V.importance_weighted, joint)  # pathwise derivatives go wherever samples go
+    noisy = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    for way in (V.leave_one_out, V.vimco, V.doubly_reparameterized):
+        refused(ValueError, "as a module with dropout.*copy=True", way(4), KEY, dist.Normal(ones, 1.0), noisy)
 
 
 # A mixture with two plates: a global location, a discrete class of each datum, and a shift of each datum.

@@ -17,7 +17,7 @@ from jax import lax
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import mark
-from apgrad._programs.jaxprs import trace
+from apgrad._programs import pure
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._ledger import Mark
 from apgrad.expectations._ports import dice
@@ -58,7 +58,8 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
 def require_own(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> None:
     """Refuses a log-joint that mixes samples or members of the batch: a score pays for the weight of its own alone."""
     axes = 1 + len(distributions.batch_shape(proposal, z[0]))
-    program, _ = trace(lambda z: mark(log_joint(mark(z, Mark.DRAWN, axes)), Mark.COST, axes), z)
+    marked = lambda z: mark(log_joint(mark(z, Mark.DRAWN, axes)), Mark.COST, axes)
+    program, _ = pure.trace(what, marked, lambda z: z, [z])
     for axis in range(axes):
         if z.shape[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.COST,), axis):
             they = "members of the batch" if axis else "samples"
