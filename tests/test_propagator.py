@@ -40,6 +40,16 @@ def test_copies_that_differ_in_what_they_remember_alone_have_a_message_each(way,
     np.testing.assert_allclose(mapped(2.0), np.sum(weights * numbers), rtol=1e-6)
 
 
+@pytest.mark.parametrize("perturbed", [False, True])
+def test_copies_that_differ_in_what_a_forward_closes_over_have_a_message_each(perturbed):
+    def times(x, n):
+        remember = lambda x, perturbed=None: (x, n)
+        return ap.node(ap.Propagator(remember, lambda n, m: (m * n,)), perturbed=perturbed)(x)
+
+    numbers = jnp.array([1.0, 2.0, 5.0])
+    assert jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(times, (None, 0))(x, numbers))))(2.0) == 8.0
+
+
 def test_integer_inputs_and_keys_get_no_message():
     forward = lambda x, n, key: (x * n.astype(x.dtype) + jax.random.normal(key), n)
     f = ap.node(ap.Propagator(forward, lambda n, m: (m * n.astype(m.dtype), n, None)))

@@ -71,7 +71,8 @@ def node(
 
     def forward(inputs, flags):
         output, memory = _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else plain(*inputs))
-        mapped = mapped_with(output, inputs)
+        closed_over = [x for x in reached(propagator.forward) if isinstance(x, Tracer)] if perturbed else []
+        mapped = mapped_with(output, (inputs, closed_over))
         # What is remembered of the output too is one array.
         same = dict(zip(map(id, jax.tree.leaves(output)), jax.tree.leaves(mapped), strict=True))
         same |= {id(x): x for x in jax.tree.leaves(inputs)}
