@@ -337,6 +337,7 @@ def test_a_cost_that_jumps_between_outcomes_is_refused_by_rebar_and_warned_of_el
         "compared": lambda x: x + jnp.asarray(x == 1, float),
         "a branch": lambda x: jax.lax.cond(x > 0.5, *sides, x),
         "in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + jnp.sign(x), 0.0),
+        "sorted by x": lambda x: jax.lax.sort((x + jnp.array([0.0, -0.5]), table), num_keys=1)[1][0],
     }
     for cost in jumping.values():
         refused(ValueError, "rebar: the control variate jumps", run, ap.rebar(), cost)

@@ -25,7 +25,12 @@ def jump(program: Program) -> str | None:
             return [1]
         if found == 0 or isinstance(found, str):
             return [found] * len(eqn.outvars)
-        return [_made(name, facts, v.aval) for v in eqn.outvars]
+        made = [_made(name, facts, v.aval) for v in eqn.outvars]
+        if name == "sort" and any(
+            facts[: (keys := eqn.params["num_keys"])]
+        ):  # what x sorts jumps where two x are equal
+            made[keys:] = [name] * len(made[keys:])
+        return made
 
     found = flow(program, [1, *[0] * (len(program.jaxpr.invars) - 1)], transfer, _either, lambda _: 0)[0]
     return found if isinstance(found, str) else None
