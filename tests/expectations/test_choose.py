@@ -344,9 +344,13 @@ def test_a_cost_that_jumps_between_outcomes_is_refused_by_rebar_and_warned_of_el
         refused(ValueError, "relax: the control variate jumps", run, ap.relax(cost), lambda x: x)
         with pytest.warns(UserWarning, match=r"double_control_variates\).*jumps there"):
             run(ap.double_control_variates(), cost)
+    for cost in (lambda x: jnp.where(x > 0.5, x + 1, x - 1), lambda x: jnp.where(x > 0.5, 2 * x, 0.0) + x):
+        with pytest.warns(UserWarning, match=r"rebar: the control variate chooses between two formulas"):
+            run(ap.rebar(), cost)
     times = ap.node(ap.Propagator(lambda x: (2 * x, None), lambda _, m: (2 * m,)))
     smooth = {
-        "elementary": lambda x: (x - 0.45) ** 2 + jax.nn.elu(x) + jax.nn.softplus(x),
+        "elementary": lambda x: (x - 0.45) ** 2 + jax.nn.elu(x) + jax.nn.leaky_relu(x) + jax.nn.softplus(x),
+        "at a point": lambda x: jax.scipy.special.xlogy(x, x) + jnp.sinc(x),
         "chosen by what stays": lambda x: jnp.where(table[1] > 0.5, x, 0.0),
         "a node": times,
         "as in Bernoulli's log_prob": lambda x: jnp.where(jnp.isfinite(x), x, jnp.inf * (x > 0).astype(float)),

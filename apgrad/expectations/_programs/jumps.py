@@ -1,53 +1,59 @@
 """Whether what a program makes jumps as an input moves: a pathwise derivative misses the jump.
 
-A fact is 0 (stays), 1 (moves), 2 (a comparison of what moves), or the name of an equation that jumps. A choice by a
-comparison jumps for sure where what is chosen stays. In a leaky ReLU, and in formulas for infinite logits, it moves.
+A choice by a comparison of what moves jumps for sure where what is chosen stays. Where that moves too, the two formulas
+may meet, as in a leaky ReLU. So they do, as a rule, where one of them stands for a single point, `where(x == 0, ...)`.
 """
 
-import functools
-
-import jax.numpy as jnp
+import enum
 
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import Program, is_inexact, nested
 
 
-def jump(program: Program) -> str | None:
-    """The name of an equation by which the first output jumps as the first input moves, or None."""
+class Jump(enum.IntEnum):
+    """What an array does as the input moves, the largest for what is made of several."""
+
+    STAYS = 0
+    MOVES = 1
+    MAY_JUMP = 2
+    EQUALS = 3  # says whether what moves is at a point
+    COMPARES = 4  # says on which side of a point it is
+    JUMPS = 5
+
+
+def jump(program: Program) -> Jump:
+    """What the first output does as the first input moves."""
 
     def transfer(eqn, facts):
-        name, found = eqn.primitive.name, functools.reduce(_either, facts, 0)
-        if nested(eqn) is not None and not (name == "cond" and facts[0]):
-            return None
+        name, found = eqn.primitive.name, max(facts, default=Jump.STAYS)
         if name in _STAY or (name in ("eq", "ne") and eqn.invars[0] is eqn.invars[1]):  # the second is isnan
-            return [0]
-        if name == "select_n" and facts[0] == 0 and 1 in facts:
-            return [1]
-        if found == 0 or isinstance(found, str):
-            return [found] * len(eqn.outvars)
-        made = [_made(name, facts, v.aval) for v in eqn.outvars]
-        if name == "sort" and any(
-            facts[: (keys := eqn.params["num_keys"])]
-        ):  # what x sorts jumps where two x are equal
-            made[keys:] = [name] * len(made[keys:])
+            return [Jump.STAYS]
+        if nested(eqn) is not None and eqn.params.get("name") not in _CONTINUOUS and not (name == "cond" and facts[0]):
+            return None
+        made = [_made(name, facts, found, v.aval) for v in eqn.outvars]
+        if name == "sort" and any(facts[: (keys := eqn.params["num_keys"])]):
+            made[keys:] = [Jump.JUMPS] * len(made[keys:])
         return made
 
-    found = flow(program, [1, *[0] * (len(program.jaxpr.invars) - 1)], transfer, _either, lambda _: 0)[0]
-    return found if isinstance(found, str) else None
+    inputs = [Jump.MOVES, *[Jump.STAYS] * (len(program.jaxpr.invars) - 1)]
+    return flow(program, inputs, transfer, max, lambda _: Jump.STAYS)[0]
 
 
-def _made(name, facts, made):
-    if made.dtype == jnp.bool_:
-        return 2
+def _made(name, facts, found, made):
     if name == "select_n":
-        return 1 if any(facts[1:]) else name
+        by, *chosen = facts
+        if by == Jump.STAYS or (by == Jump.EQUALS and Jump.MOVES in chosen):
+            return Jump.MOVES if Jump.MOVES in chosen else max(chosen)
+        return Jump.MAY_JUMP if {Jump.MOVES, Jump.MAY_JUMP} & {*chosen} else Jump.JUMPS
+    if found in (Jump.STAYS, Jump.JUMPS):
+        return found
+    if made.dtype == bool:
+        return Jump.EQUALS if name in ("eq", "ne") or found == Jump.EQUALS else Jump.COMPARES
     integers = not is_inexact(made) and name != "lu"  # its pivots are no jump of what is solved by them
-    return name if name in _JUMPS or 2 in facts or integers else 1
-
-
-def _either(a, b):
-    return next((fact for fact in (a, b) if isinstance(fact, str)), None) or max(a, b)
+    return Jump.JUMPS if name in _JUMPS or integers or found >= Jump.EQUALS else found
 
 
 _STAY = ("any_mapped", "is_finite")  # whatever moves between finite numbers
 _JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
+# Functions of JAX, compiled by these names, whose formulas meet.
+_CONTINUOUS = ("_interp", "celu", "elu", "hypot", "leaky_relu", "nan_to_num", "selu", "sparse_plus")

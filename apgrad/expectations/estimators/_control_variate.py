@@ -39,9 +39,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
+from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._distributions import without_validation
-from apgrad.expectations._programs.jumps import jump
+from apgrad.expectations._programs.jumps import Jump, jump
 from apgrad.expectations.estimators._choice_estimator import per_lane
 from apgrad.expectations.estimators._discrete import Choices, within_floats
 
@@ -94,10 +95,14 @@ def with_control_variate(
         free, given = (value(parameters, z(phi)) for z in (unconditional, conditional))
         return cost * weight + zero_with_gradient(free - given * weight)
 
-    if jumps := jump(trace(lambda z: value(parameters, z), choices.logits)[0]):
-        why = f"{what}: the control variate jumps between the outcomes ({jumps}), so that the gradient would be wrong"
-        instead = "Write it, or rebar's cost, without comparisons and integers (a product with a one-hot vector)"
-        raise ValueError(f"{why}. {instead}, or use rloo() or disarm().")
+    found = jump(trace(lambda z: value(parameters, z), choices.logits)[0])
+    instead = "Write it, or rebar's cost, without comparisons and integers (a product with a one-hot vector)"
+    if found == Jump.MAY_JUMP:
+        why = "chooses between two formulas by a comparison of relaxed outcomes: the gradient is wrong if it jumps"
+        warn(f"{what}: the control variate {why}. {instead}, by jnp.maximum or a function of jax.nn.")
+    elif found > Jump.MAY_JUMP:
+        why = "jumps between the outcomes, so that the gradient would be wrong"
+        raise ValueError(f"{what}: the control variate {why}. {instead}, or use rloo() or disarm().")
     held = jax.tree.map(lambda p: lax.stop_gradient(p) if isinstance(p, jax.Array) else p, parameters)
     estimate = surrogate(choices.logits, held, cost)
     if any(isinstance(p, jax.Array) for p in jax.tree.leaves(parameters)):

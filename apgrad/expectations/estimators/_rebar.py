@@ -24,8 +24,8 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     """REBAR, for Bernoulli and categorical choices; `ap.choose` takes it.
 
     The continuation is given floating-point outcomes, one-hot for a category, and values between them. So its cost must
-    be differentiable in x: a comparison or a cast to integers is a `ValueError`, another distribution a `TypeError`. A
-    jump between two formulas of x, as in `where(x > 0.5, x + 1, x - 1)`, is not seen, and makes the gradient wrong.
+    be differentiable in x: a cost that jumps, as by a cast to integers, is a `ValueError`, and another distribution a
+    `TypeError`. There is a warning where two formulas of x may not meet, as in `where(x > 0.5, x + 1, x - 1)`.
 
     Args:
       temperature: the temperature of the relaxation, a positive scalar; others are a `ValueError`.
