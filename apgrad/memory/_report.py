@@ -1,8 +1,7 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
 Temp bytes are the compiler's account of the gradient's scratch memory, without what XLA puts into the outputs' buffers
-meanwhile. **XLA on the CPU drops optimization barriers**, and with them all that `jax.checkpoint` saves outside a scan.
-So the report keeps them.
+meanwhile. **XLA on the CPU drops optimization barriers**, and so what `jax.checkpoint` saves; the report keeps them.
 """
 
 import re
