@@ -56,4 +56,4 @@ def _made(name, facts, found, made):
 _STAY = ("any_mapped", "is_finite")  # whatever moves between finite numbers
 _JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
 # Functions of JAX, compiled by these names, whose formulas meet.
-_CONTINUOUS = ("_interp", "celu", "elu", "hypot", "leaky_relu", "nan_to_num", "selu", "sparse_plus")
+_CONTINUOUS = ("_interp", "celu", "elu", "hypot", "leaky_relu", "nan_to_num", "selu", "sinc", "sparse_plus")
