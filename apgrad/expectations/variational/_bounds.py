@@ -63,13 +63,9 @@ def require_own(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
     for axis in range(axes):
         if z.shape[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.COST,), axis):
             they = "members of the batch" if axis else "samples"
-            why = (
-                f"{what}: log_joint mixes the {they}, and a sample pays for its own value: the gradient would be wrong"
-            )
-            instead = (
-                "Make one event of what acts on each other (.to_event), or give jax.lax.stop_gradient of a statistic"
-            )
-            raise ValueError(f"{why}. {instead}.")
+            why = f"log_joint mixes the {they}, and a sample pays for its own value: the gradient would be wrong"
+            instead = "Make one event of what acts on each other (.to_event), or give lax.stop_gradient of a statistic"
+            raise ValueError(f"{what}: {why}. {instead}.")
 
 
 def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
