@@ -73,7 +73,7 @@ def node(
         output, memory = _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else plain(*inputs))
         closed_over = [x for x in reached(propagator.forward) if isinstance(x, Tracer)] if perturbed else []
         mapped = mapped_with(output, (inputs, closed_over))
-        # What is remembered of the output too is one array.
+        # An array that is output and memory stays one array. One that is an input is remembered as it came.
         same = dict(zip(map(id, jax.tree.leaves(output)), jax.tree.leaves(mapped), strict=True))
         same |= {id(x): x for x in jax.tree.leaves(inputs)}
         return mapped, jax.tree.map(lambda x: same.get(id(x), x), memory)

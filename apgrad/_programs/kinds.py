@@ -8,7 +8,7 @@ def _names(text: str) -> frozenset[str]:
 # Each output is the input of the same number.
 IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
-# Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused.
+# Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused, or what `jax.vmap` maps is changed.
 SAME_VALUE = IDENTITY | _names(
     "mapped_with mark refuse_batching refuse_derivative refuse_message refuse_second_derivative"
 )

@@ -225,6 +225,7 @@ class Tape:
         for index, branch_key in enumerate(keys):
             begin = {port: ports[port] if port.arithmetic.threads else p for port, p in self._ports.items()}
             end, output = run(index, branch_key, begin)
+            # Where the marks of branches are read, a sum of two branches would be one that reads the other.
             total = total if ledger.collecting else total + end._total
             ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
             ports |= {port: p for port, p in end._ports.items() if port.arithmetic.threads}

@@ -54,8 +54,8 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
 
     def init(site):
         _, outputs, rest = axes(site)
-        size, dtype = max(outputs, 1) ** -0.5, site.inputs[0].dtype
-        return normal(jax.random.fold_in(key, site.number), (outputs, *rest), dtype, size)
+        deviation, dtype = max(outputs, 1) ** -0.5, site.inputs[0].dtype
+        return normal(jax.random.fold_in(key, site.number), (outputs, *rest), dtype, deviation)
 
     def at(site, feedback):
         leading, outputs, rest = axes(site)

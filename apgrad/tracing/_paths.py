@@ -98,7 +98,7 @@ class Compiled:
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
 
-    @jax.disable_jit(False)  # who debugs without it has paths all the same
+    @jax.disable_jit(False)  # a user who debugs under `jax.disable_jit` reads paths, too
     def __call__(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(args)
         traced = jax.jit(lambda *leaves: function(*tree.unflatten(leaves)), keep_unused=True).trace(*leaves)

@@ -222,8 +222,9 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
 
 
 _REDUCTIONS = {"argmax", "argmin", *(f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum"))}
-# Each entry of an output of these is a function of entries of the input, whichever they are.
+# These put an entry of one operand together with an entry of another one.
 _BY_PLACE = kinds.ELEMENTWISE | kinds.PRODUCT | _BY_ELEMENT
+# Each entry of an output of these is a function of entries of the input, whichever they are.
 _OF_EVERY_ENTRY = _BY_PLACE | _REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW
 _OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "slice", "sort", "split"}
 
