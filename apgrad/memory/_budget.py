@@ -5,7 +5,8 @@ sampler, the one that adds the least variance for a byte saved. Each coefficient
 hull of (bytes, variance): so this choice is optimal but for its last step.
 
 Variances are over the squared array, of normal entries. Rounding has scale^2 / 6 with scale = range / (2^bits - 1), and
-the range of n such entries is about .85 times 2 sqrt(2 log n).
+the range of n such entries is about .85 times 2 sqrt(2 log n). A narrow type has step^2 / 6, and with m mantissa bits
+the mean of step^2 is .54 * 4^-m.
 """
 
 import math
@@ -13,18 +14,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from apgrad.memory._packing import Narrow, narrow
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, kept_bytes
 
 Found = list[tuple[Coefficient, SlotForm]]
-LADDER: tuple[Sampler, ...] = (*(rounding(b) for b in (8, 4, 2, 1)), *(stratified(1 / n) for n in (16, 32, 64)))
+LADDER: tuple[Sampler, ...] = (narrow("bfloat16"), *map(rounding, (8, 4, 2, 1)))
+LADDER += tuple(stratified(1 / n) for n in (16, 32, 64))
 
 
 def relative_variance(sampler: Any) -> float:
     if isinstance(sampler, Rounding):
         span = 0.85 * 2 * math.sqrt(2 * math.log(sampler.group))
+        if sampler.bits == 1:
+            return span**2 / 4 - 1  # E[(high - x) (x - low)]
         return (span / (2**sampler.bits - 1)) ** 2 / 6 if sampler.bits < 32 else 0.0
+    if isinstance(sampler, Narrow):
+        return 0.54 / 4 ** jnp.finfo(sampler.dtype).nmant / 6
     return 1 / sampler.fraction - 1
 
 
@@ -38,7 +46,7 @@ def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tupl
         if how != "sampled" or not size:
             continue
         # Fractions only where no other sample follows, see `randomize`.
-        ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding)]
+        ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding | Narrow)]
         ladder = [s for s in ladder if relative_variance(s) <= limit]
         points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
         for sampler in ladder:

@@ -1,7 +1,8 @@
 """Packing into narrow floating-point types, and by functions of one's own.
 
 `narrow` rounds a number y with the exponent e to m mantissa bits as step floor(y / step + u), step = 2^(e - m), with u
-uniform in (0, 1), whose mean is y. A group is divided by a power of two first, so that nothing overflows.
+uniform in (0, 1), whose mean is y. A group is divided by a power of two first, so that nothing overflows. Of a float32
+the upper half is a bfloat16: random bits are added to the lower half, and carry a one with the right probability.
 """
 
 import dataclasses
@@ -11,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.arguments import require_call
-from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, uniform, wide
+from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, random_words, uniform, wide
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -23,35 +25,63 @@ class Narrow:
     dtype: str
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
-        """Groups of entries over 2^shift in the narrow type, and each group's shift."""
-        rows = as_rows(x, GROUP)
-        bad = ~jnp.isfinite(rows)
-        rows = jnp.where(bad, 0, rows)
-        limits = jnp.finfo(self.dtype)
-        top = math.floor(math.log2(float(limits.max)))
-        shift = jnp.frexp(jnp.max(jnp.abs(rows), 1, keepdims=True))[1] - top
-        entries = jnp.ldexp(jnp.ldexp(rows, -(shift // 2)), shift // 2 - shift)
-        exponent = jnp.maximum(jnp.frexp(entries)[1] - 1, int(limits.minexp))
-        exponent = jnp.maximum(exponent - limits.nmant, int(jnp.finfo(rows.dtype).minexp) + 1)
-        step = jnp.ldexp(jnp.ones((), rows.dtype), exponent)  # the distance of the type's numbers there
-        rounded = jnp.floor(entries / step + uniform(key, entries.shape, entries.dtype)) * step
-        rounded = jnp.where(bad, jnp.nan, rounded)
-        return rounded.astype(self.dtype), shift.astype(jnp.int16)
+        # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
+        rows = jax.lax.optimization_barrier(as_rows(x, GROUP))
+        finite, limits = jnp.isfinite(rows), jnp.finfo(self.dtype)
+        if self._is_half_of(rows.dtype):
+            random = jax.lax.bitcast_convert_type(rows, jnp.uint32) + (random_words(key, rows.shape) >> 16)
+            return (jnp.where(finite, random >> 16, 0x7FC0).astype(jnp.uint16),)
+        rows, top = jnp.where(finite, rows, 0), math.floor(math.log2(float(limits.max)))
+        shift = _exponent(jnp.max(jnp.abs(rows), 1, keepdims=True)) + 1 - top
+        rows = _shifted(rows, -shift)
+        least = max(int(limits.minexp), int(jnp.finfo(rows.dtype).minexp) + limits.nmant)
+        step = _power(jnp.maximum(_exponent(jnp.abs(rows)), least) - limits.nmant, rows.dtype)
+        rounded = jnp.floor(rows / step + uniform(key, rows.shape, rows.dtype)) * step
+        rounded = jnp.where(finite, rounded, jnp.nan).astype(self.dtype)
+        # As integers, since compilers for CPUs widen arrays of bfloat16 that a loop writes into.
+        return jax.lax.bitcast_convert_type(rounded, f"uint{limits.bits}"), shift.astype(jnp.int16)
 
     def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        entries, shift = memory[0].astype(wide(like.dtype)), memory[1].astype(jnp.int32)
-        limit = float(jnp.finfo(like.dtype).max)
-        # A NaN stays one. In two steps, as the divisor alone may be no number of the type.
-        values = jnp.ldexp(jnp.ldexp(entries, shift // 2), shift - shift // 2)
-        values = jnp.where(jnp.isnan(values), values, jnp.clip(values, -limit, limit))
-        return from_rows(values, like)
+        to, limit = wide(like.dtype), float(jnp.finfo(like.dtype).max)
+        if self._is_half_of(to):
+            values = jax.lax.bitcast_convert_type(memory[0].astype(jnp.uint32) << 16, to)
+        else:
+            values = jax.lax.bitcast_convert_type(memory[0], self.dtype).astype(to)
+            values = _shifted(values, memory[1].astype(jnp.int32))
+        return from_rows(jnp.clip(values, -limit, limit), like)  # a NaN stays one
+
+    def _is_half_of(self, dtype: Any) -> bool:
+        return self.dtype == "bfloat16" and dtype == jnp.float32
+
+
+def _bits(dtype: Any) -> tuple[Any, int, int]:
+    """Of a floating-point type, the integers of its size, the bits of its mantissa, and the code of the exponent 0."""
+    limits = jnp.finfo(dtype)
+    return np.dtype(f"int{limits.bits}"), limits.nmant, limits.maxexp - 1
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """The largest whole number e such that 2^e is at most x, which is not negative; of 0 the least one less one."""
+    integer, mantissa, zero = _bits(x.dtype)
+    return (jax.lax.bitcast_convert_type(x, integer) >> mantissa) - zero
+
+
+def _power(exponent: jax.Array, dtype: Any) -> jax.Array:
+    integer, mantissa, zero = _bits(dtype)
+    return jax.lax.bitcast_convert_type((exponent.astype(integer) + zero) << mantissa, dtype)
+
+
+def _shifted(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """The product with 2^exponent, in two steps, as the power alone may be no number of the type."""
+    half = exponent // 2
+    return x * _power(half, x.dtype) * _power(exponent - half, x.dtype)
 
 
 def narrow(dtype: Any = "bfloat16") -> Narrow:
     """Keeps every entry in a narrower floating-point type, rounded up or down at random so that the mean is right.
 
-    Large and small entries have the same relative error, where `rounding` has the same absolute one. Each 128 entries
-    are divided by a power of two, which takes two bytes, so that none overflows; an entry that is not finite is NaN.
+    Large and small entries have the same relative error, where `rounding` has the same absolute one. Where the range of
+    the type is smaller, each 128 entries share a divisor of two bytes. An entry that is not finite is NaN.
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.

@@ -381,5 +381,4 @@ def _own_rules(program: Program, where: str) -> list[str]:
 
 
 def _other(value: Any) -> tuple[Any, bool]:
-    """A value with whether somebody else keeps it: not, unless it is such a pair already."""
     return value if isinstance(value, tuple) else (value, False)

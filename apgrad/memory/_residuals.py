@@ -128,7 +128,6 @@ class _Index:
 
 
 def _origin(v: Any, index: _Index) -> Any:
-    """What a variable is a view of, or the same as."""
     while not isinstance(v, Literal) and v in index.maker and _same(eqn := index.maker[v]):
         v = eqn.invars[eqn.outvars.index(v)]
     return v

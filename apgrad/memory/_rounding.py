@@ -64,7 +64,6 @@ class Rounding:
 
     @property
     def most(self) -> int:
-        """The last code."""
         return 2**self.bits - 1
 
     def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, Grid, jax.Array]:
@@ -165,7 +164,13 @@ def _ranges(rows: jax.Array, finite: jax.Array) -> Any:
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Uniform numbers in (0, 1), of 23 bits, any two of them independent.
+    bits = random_words(key, shape)  # of which 23 make a number in (0, 1)
+    numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
+    return numbers.astype(dtype) - (1 - 2.0**-24)
+
+
+def random_words(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Words of 32 bits, any two of them independent, of which the upper bits are the better ones.
 
     Each row and each column has a random word. The exclusive or of a row's and a column's is uniform, and those of two
     places are independent: so what is linear in what is rounded has the variance of independent numbers. A product
@@ -176,6 +181,4 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     of_rows = mixed(key, jnp.arange(rows, dtype=jnp.uint32))
     of_columns = mixed(key, jnp.arange(rows, rows + columns, dtype=jnp.uint32))
     bits = jax.lax.broadcast_in_dim(of_rows, shape, (0,)) ^ jax.lax.broadcast_in_dim(of_columns, shape, (1,))
-    bits = bits * jnp.uint32(0x846CA68B)  # of lowbias32, as in `mixed`
-    numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
-    return numbers.astype(dtype) - (1 - 2.0**-24)
+    return bits * jnp.uint32(0x846CA68B)  # of lowbias32, as in `mixed`

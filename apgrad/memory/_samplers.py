@@ -162,7 +162,6 @@ class Sampling:
     scheme: Literal["replacement", "distinct", "stratified"]
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
-        """The drawn entries: (..., k, ...)."""
         rows = _rows(x, axis)
         index, _ = self.draw(key, rows.shape)
         take = jnp.take if self.shared else jnp.take_along_axis

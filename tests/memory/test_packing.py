@@ -35,6 +35,18 @@ def test_narrow_types_keep_the_mean_and_stay_within_a_step(dtype):
     assert np.all(np.abs(found.mean(0) - truth) <= 4.5 * step / 2 / np.sqrt(draws) + 1e-6 * np.abs(truth))
 
 
+def test_a_narrow_memory_of_a_scan_is_narrow_when_compiled():
+    """Compilers for CPUs widen arrays of bfloat16 that a loop writes into."""
+
+    def scratch(loss):
+        compiled = jax.jit(jax.grad(loss)).lower(0.1 * jnp.eye(32), jnp.ones((64, 32))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    loss = lambda w, x: jnp.sum(jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=50)[0])
+    for dtype, share in (("bfloat16", 0.7), ("float8_e5m2", 0.5)):
+        assert scratch(lambda w, x, d=dtype: ap.randomize(loss, R.narrow(d))(KEY, w, x)) < share * scratch(loss), dtype
+
+
 def test_the_largest_number_stays_finite_and_what_is_not_disturbs_nothing_else():
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         x = jnp.full((256,), jnp.finfo(dtype).max, dtype).at[3].set(jnp.nan).at[4].set(jnp.inf).at[5].multiply(-0.3)
