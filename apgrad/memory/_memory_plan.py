@@ -48,10 +48,17 @@ class MemoryPlan(NamedTuple):
     pullback: Program  # which the steps are of
 
 
-def make_plan(
-    linearize: Callable[..., Any], inputs: Sequence[Any], ends: Sequence[bool], rules: Sequence[str], slots: Any
-) -> MemoryPlan:
-    """`ends` says at which inputs messages end, and `slots` makes the `SlotMaker` of a forward program."""
+class Linearized(NamedTuple):
+    """A program and its pullback, before somebody chooses how the coefficients are remembered."""
+
+    forward: Program  # whose outputs are so many of the function, then coefficients, then derivatives of chains
+    outputs: int
+    graph: "PullbackGraph"
+    at: dict[Any, Any]  # where the forward program makes what the pullback takes
+    derivative: dict[Any, Any]  # where it makes a chain's derivative, by the chain's output
+
+
+def linearized(linearize: Callable[..., Any], inputs: Sequence[Any], rules: Sequence[str]) -> Linearized:
     traced, (outputs, pullback) = jaxprs.trace(linearize, *inputs)
     leaves, tree = jax.tree.flatten(pullback)
     messages = [x for x in outputs if jaxprs.is_inexact(x)]
@@ -68,7 +75,7 @@ def make_plan(
     graph = PullbackGraph(back, len(leaves))
     for eqn in graph.backward:
         jaxprs.require_known(eqn, "ap.randomize")
-    known, chains = graph.frontier(), graph.chains()
+    known, chains = graph.frontier(), graph.chains
 
     def whole(*values):
         found = jaxprs.inline(traced, values)
@@ -77,14 +84,20 @@ def make_plan(
     forward = _derivatives_sooner(jaxprs.trace(whole, *inputs)[0], len(outputs))
     made = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, made[: len(known)], strict=True))
-    derivative = dict(zip(chains, made[len(known) :], strict=True))
+    return Linearized(forward, len(outputs), graph, at, dict(zip(chains, made[len(known) :], strict=True)))
+
+
+def make_plan(linear: Linearized, ends: Sequence[bool], slots: Any) -> MemoryPlan:
+    """`ends` says at which inputs messages end, and `slots` makes the `SlotMaker` of a forward program."""
+    forward, outputs, graph, at, derivative = linear
+    back = graph.jaxpr
     # What a nested program has remembered is packed already, and nothing multiplies it here.
     taken = [v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)]
     memory = slots(forward, own=set(variables(at[v] for v in taken)))
-    collapsed = {out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)}
+    collapsed = {out: root for out, (root, eqns) in graph.chains.items() if _collapses(eqns, graph, memory, at)}
     # A step is last if its message reaches no other sample, and no input that is not live.
-    passes_on = {v for v, flag in zip(back.jaxpr.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}
-    wanted, chosen = set(variables(back.jaxpr.outvars)), []
+    passes_on = {v for v, flag in zip(back.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}
+    wanted, chosen = set(variables(back.outvars)), []
     for eqn in reversed(graph.backward):
         if wanted.isdisjoint(eqn.outvars) and not eqn.effects:
             continue
@@ -107,7 +120,7 @@ def make_plan(
         linear = root is not None or name in LINEAR_IN_EACH
         uses = {i: memory.use(v, linear, last, ancestors, step, name, eqn, i) for i, v in taken.items()}
         steps.append(BackwardStep(eqn, uses, root, last))
-    return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
+    return MemoryPlan(forward, outputs, tuple(memory.slots), tuple(steps), Program(back, graph.consts))
 
 
 class PullbackGraph:
@@ -140,6 +153,7 @@ class PullbackGraph:
         outs = [v for v in variables(self.jaxpr.outvars) if v not in self.dependent]
         return list(dict.fromkeys(found + outs))
 
+    @functools.cached_property
     def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
         """The elementwise chains that begin at one message, the root: `{output: (root, equations)}`.
 

@@ -21,10 +21,10 @@ from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import Program
 from apgrad.memory._budget import allocate
 from apgrad.memory._control import packed_block, randomized_cond
-from apgrad.memory._memory_plan import MemoryPlan, make_plan
+from apgrad.memory._memory_plan import Linearized, MemoryPlan, linearized, make_plan
 from apgrad.memory._passes import Function, inexact, remember, remembering, send
 from apgrad.memory._samplers import FACTORIES, Sampler, array_bytes, nbytes, require_sampler, rounding
-from apgrad.memory._slots import Coefficient, SlotForm, SlotMaker, fitted, is_view
+from apgrad.memory._slots import Coefficient, SlotForm, SlotMaker, fitted, is_control_flow, is_view
 
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
 _THROUGH = rounding(bits=8)
@@ -192,11 +192,11 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
     leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
-    return _recorded(min_size, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0))
+    return _recorded(min_size, {}, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0))
 
 
-def _recorded(min_size: int, *stretch: Any) -> Recorded:
-    walk = StretchWalk(_chooser(rounding(32), None, min_size, {}))  # which marks what could be sampled
+def _recorded(min_size: int, linear: Any, *stretch: Any) -> Recorded:
+    walk = StretchWalk(_chooser(rounding(32), None, min_size, {}), linear=linear)  # which marks what could be sampled
     made = walk.make(*stretch)
     # Of a loop that JAX has traced anew for each carry that came to be differentiated, the last trace is the loop.
     inside = sorted(walk.plans.items(), key=lambda item: len(item[0][2]))
@@ -215,11 +215,12 @@ def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
 
 def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> MemoryPlan:
     """A plan of at most so many bytes, counted in it: `allocate` does not see what is drawn twice or branches share."""
-    found = listed(_recorded(min_size, *stretch))
+    linear: dict[Any, Any] = {}
+    found = listed(_recorded(min_size, linear, *stretch))
     target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
-        made = StretchWalk(choose, at_boundary).make(*stretch)
+        made = StretchWalk(choose, at_boundary, linear=linear).make(*stretch)
         used = array_bytes(stretch[-1]) + sum(slot.nbytes for slot in made.slots)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
@@ -266,9 +267,16 @@ def _chooser(sampler: Any, through: Any, min_size: int, seen: Largest) -> Choice
 class StretchWalk:
     """Makes propagators of a program's straight-line stretches; each is planned once, as JAX traces a loop often."""
 
-    def __init__(self, choose: Choice, at_boundary: Any = None, stays: Mapping[str, frozenset[int]] | None = None):
+    def __init__(
+        self,
+        choose: Choice,
+        at_boundary: Any = None,
+        stays: Mapping[str, frozenset[int]] | None = None,
+        linear: dict[Any, tuple[Any, Linearized]] | None = None,  # of stretches without programs inside
+    ):
         self.choose, self.at_boundary, self.stays = choose, at_boundary, stays or {}
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
+        self.linear = {} if linear is None else linear
 
     def stretch(self, program: Program, live: Sequence[bool], where: str, count: int, make: Any = None) -> Function:
         """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.make` or another function."""
@@ -310,9 +318,13 @@ class StretchWalk:
 
         avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]  # of the key the dtype alone matters
-        ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
+        index = id(program.jaxpr), tuple(flags), tuple(chosen)
+        _, linear = self.linear.get(index) or (program, linearized(linearize, inputs, _own_rules(program, where)))
+        if not any(map(is_control_flow, jaxprs.all_equations(program))):  # inside which memory is chosen too
+            self.linear[index] = program, linear
         how = {"choose": self.choose, "where": where, "count": count, "stays": self.stays.get(where)}
-        return make_plan(linearize, inputs, ends, rules, functools.partial(SlotMaker, live=[True, *flags], **how))
+        slots = functools.partial(SlotMaker, live=[True, *flags], **how)
+        return make_plan(linear, [flags[i] for i in chosen], slots)
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
         """How an equation is evaluated, of pairs `(value, whether somebody else keeps it)`."""
@@ -370,11 +382,13 @@ def _evaluated(program: Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
 
 
 def _own_rules(program: Program, where: str) -> list[str]:
-    found = []
+    found, free = [], set()  # calls of one program, as of each layer's activation, are looked into once
     for eqn in program.jaxpr.eqns:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
         if inside is not None and inside.kind == "call":
-            found += _own_rules(inside.jaxprs[0], here)
+            own = [] if id(inside.jaxprs[0].jaxpr) in free else _own_rules(inside.jaxprs[0], here)
+            free |= {id(inside.jaxprs[0].jaxpr)} if not own else set()
+            found += own
         elif (inside is None or inside.kind == "custom") and jaxprs.own_rule_of(eqn):
             found.append(repr(jaxprs.join(here, inside.label if inside else eqn.primitive.name)))
     return found

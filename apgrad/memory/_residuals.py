@@ -122,7 +122,6 @@ class _Index:
         self.costs = np.array(list(map(work_of, jaxpr.eqns)))
 
     def work(self, var: Any) -> float:
-        """The work of computing a variable from the outputs."""
         octets = np.frombuffer(self.needs[var].to_bytes(len(self.costs) // 8 + 1, "little"), np.uint8)
         return float(self.costs @ np.unpackbits(octets, count=len(self.costs), bitorder="little"))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
 from apgrad._programs.jaxprs import restrict
-from apgrad.memory import _report as report_module
+from apgrad.memory import _randomize as randomize_module, _report as report_module
 from apgrad.memory._budget import LADDER, _along_the_hull, allocate, relative_variance
 from apgrad.memory._slots import Coefficient, kept_bytes
 from tests.memory.unbiased import KEY, assert_exact, remembered
@@ -85,6 +85,17 @@ def test_half_the_bytes_of_a_budget_cost_half_of_the_mantissa():
     coefficients = R.coefficients(loss, *args)
     choose, _, _ = allocate(coefficients, sum(c.nbytes for c, _ in coefficients) / 2)
     assert {choose(c) for c, how in coefficients if how == "sampled"} == {R.narrow("bfloat16")}
+
+
+def test_a_budget_traces_the_pullback_of_a_straight_line_once(monkeypatch):
+    made: dict[str, list[int]] = {"linearized": [], "make_plan": []}
+    for name, calls in made.items():
+        inner = getattr(randomize_module, name)
+        monkeypatch.setattr(randomize_module, name, lambda *a, f=inner, calls=calls: calls.append(1) or f(*a))
+    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+    random = ap.randomize(loss, budget_bytes=4000)
+    jax.eval_shape(jax.grad(random, argnums=1), KEY, jnp.eye(32), jnp.ones((64, 32)))
+    assert len(made["linearized"]) == 1 and len(made["make_plan"]) >= 2
 
 
 def test_a_budget_of_a_bit_an_entry_is_kept():
