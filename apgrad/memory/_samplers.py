@@ -197,8 +197,10 @@ class Sampling:
             return jax.random.randint(key, shape, 0, size), weight
         if k == size:
             return jnp.broadcast_to(jnp.arange(size), shape), weight
-        # Without replacement: the places of the k largest of d independent numbers.
-        return jax.lax.top_k(jax.random.bits(key, (*shape[:-1], size)), k)[1], weight
+        # Without replacement: the places of the k largest of d independent numbers. As floats, of which XLA need not
+        # sort all; 30 bits, from the smallest normal number on.
+        bits = (jax.random.bits(key, (*shape[:-1], size)) >> 2) + np.uint32(0x00800000)
+        return jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1], weight
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         size, x = x.shape[axis], x.astype(wide(x.dtype))

@@ -43,6 +43,14 @@ def estimates(samplers, x, axis, draws=DRAWS):
     return jax.tree.map(lambda s: jax.vmap(lambda key: restored(s, key, x, axis))(keys), samplers)
 
 
+def test_places_are_the_largest_of_floats_of_which_a_compiler_need_not_sort_all():
+    places = lambda key: R.different_sample(0.3, replacement=False).draw(key, (3, 12, 2))[0]
+    (largest,) = (e for e in jax.make_jaxpr(places)(KEY).eqns if e.primitive.name == "top_k")
+    assert largest.invars[0].aval.dtype == jnp.float32
+    bits = jax.random.bits(KEY, (3, 12))
+    np.testing.assert_array_equal(places(KEY), jax.lax.top_k(bits, 4)[1])
+
+
 @pytest.mark.parametrize("axis", [1, pytest.param(-1, marks=pytest.mark.long)])
 def test_mean_and_variance_are_as_said(axis):
     x = X if axis == 1 else X.reshape(3, 24)
