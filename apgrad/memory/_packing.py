@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import require_call
-from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, packed, random_words, uniform, unpacked, wide
+from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, random_words, uniform, wide
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -39,16 +39,14 @@ class Narrow:
         rounded = jnp.floor(rows / step + uniform(key, rows.shape, rows.dtype)) * step
         rounded = jnp.where(finite, rounded, jnp.nan).astype(self.dtype)
         # As integers, since compilers for CPUs widen arrays of bfloat16 that a loop writes into.
-        codes = jax.lax.bitcast_convert_type(rounded, f"uint{limits.bits}")
-        return packed(codes, limits.bits), shift.astype(jnp.int16)
+        return jax.lax.bitcast_convert_type(rounded, f"uint{limits.bits}"), shift.astype(jnp.int16)
 
     def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         to, limit = wide(like.dtype), float(jnp.finfo(like.dtype).max)
         if self._is_half_of(to):
             values = jax.lax.bitcast_convert_type(memory[0].astype(jnp.uint32) << 16, to)
         else:
-            codes = unpacked(memory[0], jnp.finfo(self.dtype).bits)
-            values = jax.lax.bitcast_convert_type(codes, self.dtype).astype(to)
+            values = jax.lax.bitcast_convert_type(memory[0], self.dtype).astype(to)
             values = _shifted(values, memory[1].astype(jnp.int32))
         return from_rows(jnp.clip(values, -limit, limit), like)  # a NaN stays one
 

@@ -124,19 +124,16 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes of some bits, (rows, entries), in words: each has a code of each of some parts of a row."""
-    # Two parts at least, of which the sum is then used twice: XLA repeats no such reduction wherever it is used.
-    word = np.dtype(f"uint{max(8, 2 * bits)}")
-    parts = codes.astype(word).reshape(len(codes), 8 * word.itemsize // bits, -1)
-    # No two have a bit in common.
-    return jnp.sum(parts << np.arange(0, 8 * word.itemsize, bits, dtype=word)[:, None], axis=1, dtype=word)
+    """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
+    parts = codes.reshape(len(codes), 8 // bits, -1)
+    # No two have a bit in common. A sum, since XLA repeats no reduction where its result is taken apart again.
+    return jnp.sum(parts << np.arange(0, 8, bits, dtype=np.uint8)[:, None], axis=1, dtype=jnp.uint8)
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
     # Part by part: in one operation of all, with an array of shifts, XLA's code for a loop on a CPU is slow.
-    word = np.dtype(packed.dtype)
-    parts = [packed, *(packed >> word.type(i) for i in range(bits, 8 * word.itemsize, bits))]
-    return (jnp.concatenate(parts, axis=1) & word.type(2**bits - 1)).astype(f"uint{max(8, bits)}")
+    parts = [packed, *(packed >> np.uint8(i) for i in range(bits, 8, bits))]
+    return jnp.concatenate(parts, axis=1) & np.uint8(2**bits - 1)
 
 
 def as_rows(x: jax.Array, group: int) -> jax.Array:
