@@ -117,8 +117,8 @@ def make_plan(linear: Linearized, ends: Sequence[bool], slots: Any) -> MemoryPla
         taken = {i: at[v] for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in at}
         if root is not None:
             name, taken = "chain", {1: derivative[eqn.outvars[0]]}
-        linear = root is not None or name in LINEAR_IN_EACH
-        uses = {i: memory.use(v, linear, last, ancestors, step, name, eqn, i) for i, v in taken.items()}
+        multiplies = root is not None or name in LINEAR_IN_EACH
+        uses = {i: memory.use(v, multiplies, last, ancestors, step, name, eqn, i) for i, v in taken.items()}
         steps.append(BackwardStep(eqn, uses, root, last))
     return MemoryPlan(forward, outputs, tuple(memory.slots), tuple(steps), Program(back, graph.consts))
 
