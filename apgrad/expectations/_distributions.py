@@ -314,7 +314,7 @@ class _OfLogits(_OfPart):
         n = 1 if bernoulli else jnp.asarray(self.part.total_count, logits.dtype)
         ways = 0 if bernoulli else gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
         turned, logits = jnp.where(logits > 0, n - value, value), jnp.where(logits > 0, -logits, logits)
-        return turned * logits - n * jax.nn.softplus(logits) + ways
+        return turned * logits - n * jnp.log1p(jnp.exp(logits)) + ways
 
 
 class _Gated(_OfPart):

@@ -200,6 +200,15 @@ def test_evaluations_are_as_many_as_the_estimator_says(row):
     assert [x.shape for x in given] == [(lanes, 2), (lanes,)]
 
 
+def test_the_alternatives_of_a_measure_valued_derivative_are_not_differentiated():
+    coins = dist.Bernoulli(logits=jnp.zeros((4, 10))).to_event(1)
+    cost = lambda w, x: (jnp.sum(jnp.tanh(x.astype(w.dtype) @ w)), None)
+    program = lambda tape, w: ap.choose(tape, coins, functools.partial(cost, w), ap.measure_valued())[0]
+    function = ap.expectation(program, lanes=4, check_nan=False)
+    operations = lambda f: jax.jit(f).lower(KEY, jnp.ones((10, 30))).compile().cost_analysis()["flops"]
+    assert operations(jax.grad(function, argnums=1)) < 1.5 * operations(function)
+
+
 def test_the_samples_of_arms_avoid_each_other():
     # With one sample in 4 a choice of probability 1/8 is never 1 twice; a fair coin's samples are 1 together with
     # probability (2^(2/3) - 1)^3 = .2027 in place of 1/4.

@@ -250,6 +250,12 @@ def test_the_density_of_logits_is_that_of_the_samples(x64):
         assert np.isfinite([score, second]).all()
 
 
+def test_the_log_density_of_logits_takes_no_more_equations_than_numpyros():
+    count = lambda of: str(jax.make_jaxpr(jax.grad(lambda u: of(dist.Bernoulli(logits=u), 1)))(0.0)).count("=")
+    with jax.numpy_dtype_promotion("standard"):
+        assert count(distributions.log_prob) <= count(lambda coin, x: coin.log_prob(x))
+
+
 @pytest.mark.optimized
 def test_a_constant_in_all_logits_changes_nothing():
     logits, counts = jnp.array([0.0, 1.0, -2.0]), jnp.array([1.0, 2.0, 0.0])

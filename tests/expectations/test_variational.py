@@ -251,6 +251,18 @@ def test_elbos_of_all_estimators_and_of_minibatches_are_unbiased():
     assert_unbiased(estimates, dict.fromkeys(estimates, exact_loss), PARAMS, 1, 10_000)
 
 
+def test_costs_are_added_up_before_choices_pay_for_them():
+    def twice(x):
+        z = numpyro.sample("z", dist.Bernoulli(0.5))
+        with numpyro.plate("data", 7):
+            numpyro.sample("x", dist.Normal(z, 1.0), obs=x)
+            numpyro.sample("y", dist.Normal(z, 2.0), obs=x)
+
+    coin = lambda x: numpyro.sample("z", dist.Bernoulli(logits=numpyro.param("logit", 0.0)))
+    program = jax.make_jaxpr(lambda p: V.elbo(lanes=4).loss(KEY, p, twice, coin, jnp.ones(7)))({"logit": 0.0})
+    assert str(program).count("= expm1") == 3  # two sums of costs, and log q
+
+
 def moments(elbo, *args, estimates):
     """Of an ELBO's gradient at the parameters, which come first among the arguments."""
     return ap.testing.moments(lambda key: jax.grad(elbo.loss, argnums=1)(key, *args), KEY, estimates)

@@ -63,12 +63,13 @@ def measure_valued() -> ChoiceEstimator:
         place = np.eye(number, dtype=bool).reshape(number, 1, *shape[1:])
         pairs = _pairs(one, jnp.shape(x), x, noise)
         alternatives = [jnp.where(place, side, x) for _, _, *sides in pairs for side in sides]
-        cost = costs(jnp.concatenate([x[None], *alternatives]))
-        estimate, sides = cost[0], cost[1:].reshape(len(pairs), 2, number, shape[0])
+        # Apart, so that the alternatives, whose costs are constants, are not differentiated.
+        estimate, sides = costs(x[None])[0], lax.stop_gradient(costs(jnp.concatenate(alternatives)))
+        sides = sides.reshape(len(pairs), 2, number, shape[0])
         for (parameter, rate, _, _), (plus, minus) in zip(pairs, sides, strict=True):
-            difference = lax.stop_gradient(jnp.moveaxis(plus - minus, 0, 1).reshape(shape))
-            zero = zero_with_gradient(jnp.broadcast_to(parameter, shape)).astype(cost.dtype)
-            rate = lax.stop_gradient(jnp.broadcast_to(rate, shape)).astype(cost.dtype)
+            difference = jnp.moveaxis(plus - minus, 0, 1).reshape(shape)
+            zero = zero_with_gradient(jnp.broadcast_to(parameter, shape)).astype(sides.dtype)
+            rate = lax.stop_gradient(jnp.broadcast_to(rate, shape)).astype(sides.dtype)
             estimate = estimate + per_lane(rate * difference * zero)
         return x, estimate
 

@@ -118,8 +118,13 @@ class _ELBO(numpyro.infer.ELBO):
         causes = _causes(lambda values: run(lane_key, values), values)
         sites, costs, free = jax.vmap(run)(jax.random.split(lane_key, self.num_particles))
         total = sum(_own_baseline(sites[name]) for name in sorted(values) if sites[name].baseline is not None)
+        alike: dict[Any, _Cost] = {}  # costs of one shape that the same choices pay for are added up first
         for name, cost in costs.items():
-            total += _charged(cost, [(sites[cause], causes[name][cause]) for cause in sorted(causes[name])])
+            paying = tuple((cause, frozenset(causes[name][cause])) for cause in sorted(causes[name]))
+            of = cost.value.shape, cost.plates.value, paying
+            alike[of] = cost._replace(value=alike[of].value + cost.value) if of in alike else cost
+        for (*_, paying), cost in alike.items():
+            total += _charged(cost, [(sites[cause], members) for cause, members in paying])
         return jnp.mean(total - free)
 
     def _check(self, sites: dict[str, Any]) -> None:
@@ -312,8 +317,10 @@ def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
             others = others + zero
         if _learned(site):
             regression = regression - _summed_to(zero_with_gradient(site.baseline), shared, shape)
-    less = dice(0, others, lax.stop_gradient(mean_of_others(cost.value, 1))) if others.ndim else 0
-    return per_lane(dice(cost.value, zeros) + less + lax.stop_gradient(cost.value) * regression)
+    # What no choice tells apart is summed first.
+    value = jnp.sum(cost.value, tuple(a for a in range(1, zeros.ndim) if zeros.shape[a] == 1), keepdims=True)
+    less = dice(0, others, lax.stop_gradient(mean_of_others(value, 1))) if others.ndim else 0
+    return per_lane(dice(value, zeros) + less + lax.stop_gradient(value) * regression)
 
 
 def _own_baseline(site: _Site) -> jax.Array:
