@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad.memory._packing import Narrow, narrow
-from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
+from apgrad.memory._packing import Narrow, Rounding, Rounds, narrow
+from apgrad.memory._samplers import Sampler, nbytes, rounding, stratified
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, kept_bytes
 
 Found = list[tuple[Coefficient, SlotForm]]
@@ -46,7 +46,7 @@ def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tupl
         if how != "sampled" or not size:
             continue
         # Fractions only where no other sample follows, see `randomize`.
-        ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding | Narrow)]
+        ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounds)]
         ladder = [s for s in ladder if relative_variance(s) <= limit]
         points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
         for sampler in ladder:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import require_call
-from apgrad.memory._rounding import GROUP, Memory, as_rows, from_rows, random_words, uniform, wide
+from apgrad.memory._rounding import GROUP, Memory, Rounding, as_rows, from_rows, random_words, uniform, wide
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -52,6 +52,9 @@ class Narrow:
 
     def _is_half_of(self, dtype: Any) -> bool:
         return self.dtype == "bfloat16" and dtype == jnp.float32
+
+
+Rounds = Rounding | Narrow  # the samplers that round each entry by itself, and draw no array of their own
 
 
 def _bits(dtype: Any) -> tuple[Any, int, int]:

@@ -19,8 +19,7 @@ from apgrad._ground.primitives import refuse_derivative
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._memory_plan import BackwardStep, MemoryPlan
-from apgrad.memory._packing import Narrow
-from apgrad.memory._rounding import Rounding
+from apgrad.memory._packing import Rounds
 from apgrad.memory._samplers import Sampler, kept, restored
 from apgrad.memory._slots import CoefficientUse, Slot
 
@@ -113,7 +112,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         slots = {s: memory[s] for s in needed if _waits(made.slots[s], copies)}
         drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
         if slots:
-            late = {s: key for s, key in drawn.items() if not isinstance(made.slots[s].sampler, Rounding | Narrow)}
+            late = {s: key for s, key in drawn.items() if not isinstance(made.slots[s].sampler, Rounds)}
             late, slots, present = jax.lax.optimization_barrier((late, slots, present))
             drawn |= late
         coefficients, small, axis = {}, (), _commutes(made, step)
@@ -186,7 +185,7 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
     """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
-    if not isinstance(sampler, Rounding | Narrow):
+    if not isinstance(sampler, Rounds):
         key, value = jax.lax.optimization_barrier((key, value))
     return kept(sampler, key, value)
 

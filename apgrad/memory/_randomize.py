@@ -320,8 +320,8 @@ class StretchWalk:
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]  # of the key the dtype alone matters
         index = id(program.jaxpr), tuple(flags), tuple(chosen)
         _, linear = self.linear.get(index) or (program, linearized(linearize, inputs, _own_rules(program, where)))
-        if not any(map(is_control_flow, jaxprs.all_equations(program))):  # inside which memory is chosen too
-            self.linear[index] = program, linear
+        if index not in self.linear and not any(map(is_control_flow, jaxprs.all_equations(program))):
+            self.linear[index] = program, linear  # in control flow memory is chosen, too: it is traced for each choice
         how = {"choose": self.choose, "where": where, "count": count, "stays": self.stays.get(where)}
         slots = functools.partial(SlotMaker, live=[True, *flags], **how)
         return make_plan(linear, [flags[i] for i in chosen], slots)
@@ -386,8 +386,9 @@ def _own_rules(program: Program, where: str) -> list[str]:
     for eqn in program.jaxpr.eqns:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
         if inside is not None and inside.kind == "call":
-            own = [] if id(inside.jaxprs[0].jaxpr) in free else _own_rules(inside.jaxprs[0], here)
-            free |= {id(inside.jaxprs[0].jaxpr)} if not own else set()
+            index = id(inside.jaxprs[0].jaxpr)
+            own = [] if index in free else _own_rules(inside.jaxprs[0], here)
+            free |= set() if own else {index}
             found += own
         elif (inside is None or inside.kind == "custom") and jaxprs.own_rule_of(eqn):
             found.append(repr(jaxprs.join(here, inside.label if inside else eqn.primitive.name)))

@@ -12,8 +12,8 @@ from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import CHEAP_TO_REPEAT, VIEW
-from apgrad.memory._packing import Narrow, Packing
-from apgrad.memory._samplers import Rounding, Sampler, array_bytes, kept, nbytes, restored
+from apgrad.memory._packing import Packing, Rounds
+from apgrad.memory._samplers import Sampler, array_bytes, kept, nbytes, restored
 
 SlotForm = typing.Literal["live", "exact", "bits", "sampled", "nested"]
 _DEEPEST, _SMALL = 64, 16
@@ -216,7 +216,7 @@ def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
 
 def fitted(sampler: Any, coefficient: Coefficient) -> Any:
     """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
-    if coefficient.order is None or sampler is None or isinstance(sampler, Rounding | Narrow | Packing):
+    if coefficient.order is None or sampler is None or isinstance(sampler, Rounds | Packing):
         return sampler
     return OfPositions(sampler, coefficient.order)
 
