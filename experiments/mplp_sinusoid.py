@@ -4,9 +4,9 @@
     python -m experiments.mplp_sinusoid --preset paper    # k = 1, 4, 8, two seeds, 36,000 outer steps: 45 hours
 
 A sinusoid is learned in five steps of ten points. `mplp.PerSynapse` is trained as in `experiments.mplp_from_random`,
-with messages of size k. Its networks are each place's own ("none" are shared), or places of a kind share their
-*networks*, or *all*: networks, standardizers and scales. Along the training each rule is judged on the same networks
-and tasks: half the squared error over the domain after the fifth step. Beside it stand the rule that comes with apgrad
+with messages of size k. Its networks are each place's own ("none" are shared), or places of a kind, activations too,
+share their *networks*, or *all*: networks, standardizers and scales. Each rule is judged along on the same networks and
+tasks: half the squared error over the domain after the fifth step. Beside it stand the rule that comes with apgrad
 (`mplp.load_pretrained("sinusoid")`), the published checkpoint's figure, and Adam and SGD at the best of their rates on
 the tasks that judge; these three on other networks of the same prior, and at 64 points of the domain, not 201.
 

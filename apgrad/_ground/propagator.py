@@ -292,8 +292,8 @@ def _back(name, propagators, memory, message, merge=lambda messages, message, fo
 def skip(propagator: Propagator) -> Propagator:
     """The propagator's forward; backward, the message passes over the node as it came.
 
-    Proppo's SkipProp; the straight-through estimator (Bengio et al., 2013). An integer output of a floating-point input
-    comes in the input's dtype, since JAX carries no message to an integer.
+    Proppo's SkipProp does so for the nodes before it. The straight-through estimator (Bengio et al., 2013). An integer
+    output of a floating-point input comes in the input's dtype, since JAX carries no message to an integer.
 
     Args:
       propagator: with one input, of the output's structure and shapes. Its `backward` is not used.

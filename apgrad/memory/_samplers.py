@@ -7,8 +7,8 @@ ICLR 2021, section 3.2). `keep` draws the memory; `restore` makes the estimate, 
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
 channels at a position of an image do. With k of d entries kept, the variance of an element x_i (method `variance`) is:
 
-* different sample, k indices for each example, or same sample, one set for all, entries times d/k: (d-1)/k x_i^2, or
-  (d-k)/k x_i^2 without replacement;
+* different sample, k indices for each example, or same sample, one set for all, entries times d/k (a factor that the
+  paper's P lacks): (d-1)/k x_i^2, or (d-k)/k x_i^2 without replacement;
 * stratified, one entry of each of k runs of s neighbours, times s: (s-1) x_i^2;
 * projection (Appendix A), x R R^T, R of independent signs over sqrt(k), (d, k): (sum_{j != i} x_j^2)/k;
 * rounding (Chen et al., "ActNN", ICML 2021) to a grid, up with the probability p: scale^2 p (1-p) <= scale^2 / 4;
@@ -325,7 +325,7 @@ def stratified(fraction: float) -> Sampling:
 
 
 def projection(fraction: float) -> Projection:
-    """Keeps x R with R (d, k) of independent signs over sqrt(k) (Appendix A).
+    """Keeps x R with R (d, k) of independent signs over sqrt(k), one for all examples ("project", Appendix A).
 
     Args:
       fraction: k / d, in (0, 1]. Entries are restored with noise of sqrt(d / k) times the size of their row: in

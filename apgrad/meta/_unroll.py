@@ -8,8 +8,8 @@ theta are the meta-parameters, s the inner state. For a task, with weights h (hi
 
 where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2), and
 penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. T is the unroll's own length
-where lengths are random. No part of the loss is held constant. (The thesis's code holds the loss that multiplies the
-penalty constant, and follows the derivative of no function.)
+where lengths are random. No part of the loss is held constant. (The thesis's Algorithm 2 multiplies the mean penalty
+of K steps by the last loss, which it holds constant: it follows the derivative of no function.)
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Influence: how much of each parameter is taught through each named component.
 
 The influence of a component on a parameter is the share of the parameter's elements whose path runs through it (DuSell,
-"Analyzing neural network optimization with gradient tracing", sections 1.2 and 1.3). Messages carry sets of components
-along, as bits, to which each equation adds its own; where messages meet, the set of the greatest one is kept.
+"Analyzing neural network optimization with gradient tracing", section 1.2.5, counts examples, by element). Messages
+carry sets of components along, as bits, to which each equation adds its own; where they meet, the greatest one's stays.
 """
 
 import dataclasses

@@ -9,8 +9,8 @@ C(mu, Sigma), depends on its moments. To first order a lane moves that expected 
 and it is g, not the raw cost, that the choices before it are charged with. g has far less noise than the cost where the
 fit is good, and is wrong where it is not. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
 
-*The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: with its own
-moments the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean of all
+*The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: in the fit,
+as published, it makes the gradient (L - 1) / L of the right one. With m = x - mu the difference from the mean of all
 lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat equation), so
 that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from the others'
 covariance, and taken off. For a quadratic cost this is exact with any number of lanes. The pathwise derivative

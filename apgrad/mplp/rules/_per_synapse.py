@@ -1,8 +1,8 @@
 """Per-synapse rules: small networks that run for every weight and example.
 
 Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning protocol", 2020, and its published code.
-The synapse ij of a dense node sees the message m_bj at its output, its weight and its input. A network f makes the
-synapse's update, and a network g makes its message; the node's message is the mean over the outputs:
+A synapse ij sees the message m_bj at its output, its weight and its input. A network f makes its update, and a network
+g its message, of which the node's is the mean over the outputs:
 
     dW_ij = a (mean_b f(m_bj, W_ij, x_bi; c_bij) - o),        m'_bi = mean_j g(m_bj, W_ij, x_bi; c_bij)
 
@@ -13,11 +13,11 @@ A bias sees [m, b, z], where z is the bias's input, and goes first: the weights 
     stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
 
-(The paper describes separate GRUs for f and g: `cell="two_grus"`.) The scale a is learned, and the mean o is fitted.
+(The paper has two GRUs, for f and for g, `cell="two_grus"`, and relu in them, not tanh.) a is learned, and o is fitted.
 
-*Standardizers* (MPLP, appendix A; published code) shift and scale what a network sees to numbers of about size one, by
-one pair of numbers for each group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. As published this
-has a fault: biases are about 1e-3 while it is fitted, so their scale comes out near 1000 (see `max_scale`).
+*Standardizers* (MPLP, section 3.1; published code) shift and scale what a network sees, by a pair of numbers for each
+group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. They have a fault as published: the scale of
+biases, which are about 1e-3 while it is fitted, is near 1000 (see `max_scale`).
 """
 
 import zipfile
@@ -51,8 +51,8 @@ class PerSynapse(MadeForSites):
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
       layers: the number of units in each hidden layer of the networks.
-      share: whether places of a kind share networks; "all": standardizers and the scales a, too.
-      gradient: whether networks also see the true gradient (the hybrid that the papers propose).
+      share: whether places of a kind share networks (published: of dense ones); "all": standardizers and scales a, too.
+      gradient: whether networks also see the true gradient (proposed in MPLP's section 5).
       rngs: the source of keys for the networks.
     """
 

@@ -1,8 +1,8 @@
 """The thesis's rule: two-layer networks for every synapse, batch norm, a learned step size, clipped updates.
 
-This is the stateless protocol of the MPLP thesis (its chapters 4 and 5). With Wa = [W; b] and xa = [x, 1]:
+This is the stateless protocol of the MPLP thesis (Simons, 2023, chapters 4 and 5). With Wa = [W; b] and xa = [x, 1]:
 
-    loss           m = g_loss([L, p, y])
+    loss           m = g_loss([L, p, y]),       L the output's own loss, as in its code (its text: of all outputs)
     activation     m' = g_act([m, z])
     dense          D_bij = f([m_bj, xa_bi]),    Wa <- Wa - clip(lr mean_b D, -1, 1)
                    m'_bi = sum_j g_lin([m_bj, Wa_ij])
