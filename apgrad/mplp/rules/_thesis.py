@@ -7,9 +7,9 @@ This is the stateless protocol of the MPLP thesis (Simons, 2023, chapters 4 and 
     dense          D_bij = f([m_bj, xa_bi]),    Wa <- Wa - clip(lr mean_b D, -1, 1)
                    m'_bi = sum_j g_lin([m_bj, Wa_ij])
 
-Each network is linear, relu, linear; all nodes of a kind share it. Batch norm standardizes the inputs of each network
-over all rows of one call; with it training leaves its first, flat phase sooner (section 5.2). Gradient descent is the
-case k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
+Each network is linear, relu, linear; nodes of a kind share it (in the thesis each activation function is a kind, which
+`mplp.transform` makes). Batch norm standardizes its inputs over all rows of a call; with it training leaves the flat
+phase sooner (section 5.2). Gradient descent is k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
 """
 
 import math
