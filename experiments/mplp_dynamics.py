@@ -13,7 +13,7 @@ differs from the thesis in this:
 
 * the thesis does not say Adam's rate; ours is 1e-4, the default of its code, whose Adam has no correction of its bias;
 * the thesis judges every 300 outer steps, ours every 1,200, by the loss on a grid of the domain;
-* a training starts at a random segment of its first task.
+* segments end with an update, as in its code, not in its Algorithm 2; a training starts at a random segment.
 
 The report takes any of the cells. A training goes on where it was killed. The quick preset ends before the rules differ
 by what the thesis finds: after 150 outer steps all of them are behind tuned Adam and SGD.

@@ -5,11 +5,12 @@
     python -m experiments.mplp_sgd --preset paper    # T=200, K=10, 300,000 outer steps: many hours of one core
 
 A random rule without batch norm and without a learned step size learns to learn sin(x + p). Along the training it is
-judged on fixed networks and tasks, by the thesis's outer loss: the sum over inner steps of the loss before the step. Of
-the rules so judged the best is looked at. Each of its four functions is drawn, over the range from the 1st to the 99th
-percentile of the inputs that it sees while it learns some tasks, beside the function with which message passing is
-gradient descent; the two are correlated over that grid. A negative correlation of two neighbours is the thesis's
-finding too: messages may be the gradient's negative. An example shows a network's output while it learns.
+judged on fixed networks and tasks, by the thesis's outer loss: the sum over inner steps of the loss before the step
+(its code leaves out the first step's). Of the rules so judged the best is looked at. Each of its four functions is
+drawn, over the range from the 1st to the 99th percentile of the inputs that it sees while it learns some tasks, beside
+the function with which message passing is gradient descent; the two are correlated over that grid. A negative
+correlation of two neighbours is the thesis's finding too: messages may be the gradient's negative. An example shows a
+network's output while it learns.
 
 The preset paper is the thesis's setting (Table 3): 1-20-20-1 relu, p in [0, pi], x in [-5, 5], batches of 32, T = 200,
 K = 10, 300,000 outer steps, networks of 80 units, updates times .001, a loss node that sees prediction and target
@@ -18,7 +19,7 @@ alone, Adam with beta_1 = .99, gradients clipped elementwise to 1, judged on 10 
 * the thesis does not say Adam's rate; ours is 1e-4, the default of its code, whose Adam has no correction of its bias;
 * the thesis looks at a rule chosen at random between outer steps 100,000 and 130,000, "relatively good" ones;
 * rules are judged by the loss on a grid of the domain, the thesis's by the loss on the minibatches;
-* a training starts at a random segment of its first task.
+* segments end with an update, as in its code, not in its Algorithm 2; a training starts at a random segment.
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
 """Whether influence says what a component is worth (DuSell, "Gradient tracing", section 1.3).
 
-An RNN, an LSTM and a GRU read the same text side by side, and the average of their states predicts the next letter.
+An RNN, an LSTM and a GRU read the same text side by side, and the average of their outputs predicts the next letter.
 They have 8, 16 and 32 units, and which has how many differs from network to network, so that the order of their
 influence is not the same in all. While they are trained, the paths by which the gradient reaches the shared embedding
 are traced: a component's influence is the share of the embedding's elements whose path runs through it, averaged over
