@@ -1,8 +1,8 @@
-"""Equations as this version of JAX writes them: the one file that depends on it.
+"""How the installed version of JAX writes equations: the one file that depends on the version.
 
-The parameters of JAX's equations are no stable interface: `scan` had `num_consts` and `num_carry` (JAX 0.10), and has
-`ft_in` (0.11). The rest of the package reads them through this file, which raises an error with JAX's version where
-they differ again. A program inside a primitive that is not known here is refused by `require_known`.
+The parameters of equations are no stable interface: a `scan` has `num_consts` and `num_carry` in JAX 0.10, and `ft_in`
+in 0.11. The rest of the package reads parameters through this file, which raises an error with JAX's version if they
+have changed again. `require_known` refuses a primitive with a program inside that this file cannot read.
 """
 
 import functools
@@ -32,7 +32,7 @@ class Nested(NamedTuple):
 
     kind: NestedKind
     jaxprs: tuple[Program, ...]  # of a "while" the condition and the body, of a "cond" its branches from index 0 on
-    counts: tuple[int, ...] = ()  # of inputs: of a scan (consts, carry, xs), of a while (of condition, of body, carry)
+    counts: tuple[int, ...] = ()  # of inputs: a scan's consts, carry, xs; a while's consts of condition, of body, carry
     length: int = 0  # the number of steps of a scan
     reverse: bool = False  # whether a scan runs from its last step to its first
     options: dict[str, Any] = {}  # noqa: RUF012  # of a scan `unroll`, of a remat `prevent_cse` and `policy`
@@ -40,7 +40,7 @@ class Nested(NamedTuple):
 
     @property
     def loop(self) -> tuple[int, ...]:
-        """Of the inputs of a loop, how many come first that its body lacks, then constants, then carried."""
+        """How many of a loop's inputs its body does not take, how many are the body's constants, how many the carry."""
         if self.kind == "scan":
             return (0, *self.counts[:2])
         lacked = sum(self.counts) - len(self.jaxprs[1].jaxpr.invars)
@@ -110,17 +110,17 @@ def _strange(name: str, params: Any, error: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _of_all_lanes(condition: Any, body: Any, consts: int) -> tuple[Program, Program]:
-    """The condition and the body of a `while`, with one condition for all lanes where each has its own.
+    """The condition and the body of a `while`, with one condition where `jax.vmap` has given each example its own.
 
-    `jax.vmap` makes such a loop of one whose condition is mapped. Lanes that have ended stay as they were: so the body
-    needs the condition's constants, which come before its own.
+    The loop goes on while the condition of any example holds. The body evaluates the conditions too, to leave the
+    examples that have ended as they are: so the condition's constants come before its own.
     """
     test, step = opened(condition), opened(body)
     (goes,), invars = test.jaxpr.outvars, step.jaxpr.invars
     if not goes.aval.shape:
         return test, step
 
-    # Equations stay as they are, since those of a `shard_map` can be traced again within it alone.
+    # Equations are copied, not traced again, since those of a `shard_map` can be traced only inside it.
     def renamed(eqns, names):
         return [eqn.replace(invars=[names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]) for eqn in eqns]
 
@@ -149,9 +149,9 @@ def _of_all_lanes(condition: Any, body: Any, consts: int) -> tuple[Program, Prog
 
 
 def rebuild(inside: Nested, functions: Sequence[Any], inputs: Sequence[Any], summed: Sequence[Any] = ()) -> list[Any]:
-    """Evaluates an equation, which has no rule of its own, with other functions inside.
+    """Evaluates an equation that has no rule of its own, with `functions` in place of the programs inside.
 
-    They return sequences. A scan's gets the step first, and what it adds is `summed`.
+    Each returns a sequence. A scan's takes the step's number first; outputs beyond the body's are added to `summed`.
     """
     if inside.kind == "call":
         return list(functions[0](*inputs))
@@ -181,7 +181,7 @@ def rebuild(inside: Nested, functions: Sequence[Any], inputs: Sequence[Any], sum
 
 
 def _plain_or_why(eqn: Any) -> Program | str:
-    """The program of a `shard_map` equation as a plain one, of whole arrays; or why there is none."""
+    """A plain program, of whole arrays, that computes what a `shard_map` equation does; or why there is none."""
     params = Parameters(eqn)
     mesh, manual = params["mesh"], params["newly_manual_axes"]
     axes = tuple(axis for axis in mesh.axis_names if axis in manual)
@@ -204,7 +204,7 @@ def _plain(shards: Shards, *avals: Any) -> Program | str:
 
 
 def _on_device(shards: Shards) -> Callable[..., Any]:
-    """How an equation of a mapped program is evaluated where `jax.vmap` has the names of the mesh's axes."""
+    """`(eqn, values) -> outputs` for the equations of a mapped program, where `jax.vmap` names the mesh's axes."""
 
     def function(program):
         return lambda *values: tuple(evaluate(program, values, apply, _untyped))
@@ -233,7 +233,7 @@ _REDUCTIONS = {"psum": jnp.sum, "psum_invariant": jnp.sum, "pmax": jnp.max, "pmi
 
 
 def _over_devices(eqn: Any, x: jax.Array) -> jax.Array:
-    """A collective that reduces; `jax.vmap` would make the same primitive of it, which is rarely known."""
+    """A reducing collective, by a gather and a reduction: `jax.vmap` would keep a primitive that few rules know."""
     if eqn.params.get("axis_index_groups") is not None:
         raise NotImplementedError(f"{eqn.primitive.name} has axis_index_groups")
     for name in Parameters(eqn)["axes"]:
@@ -242,7 +242,7 @@ def _over_devices(eqn: Any, x: jax.Array) -> jax.Array:
 
 
 def _with_rule(shards: Shards, eqn: Any, function: Callable[[Program], Any]) -> Callable[..., Any]:
-    """A `custom_jvp` function of a mapped program; its rule is traced within the mesh, where it stands."""
+    """A `custom_jvp` function in a mapped program; its rule is traced within the mesh, as the function was."""
     params = Parameters(eqn)
     call = jax.custom_jvp(function(opened(params["call_jaxpr"])))
     found: list[Program] = []
@@ -263,7 +263,7 @@ def _with_rule(shards: Shards, eqn: Any, function: Callable[[Program], Any]) -> 
 
 
 def _rule(eqn: Any) -> Program:
-    """The program of a `custom_jvp` function's rule, of inputs and tangents."""
+    """The program of a `custom_jvp` function's rule, which takes inputs and tangents."""
     params = Parameters(eqn)
     jaxpr, consts, _ = params["jvp_jaxpr_fun"].call_wrapped(*[False] * (len(eqn.invars) - params["num_consts"]))
     return Program(jaxpr, tuple(consts))
@@ -290,7 +290,7 @@ def all_equations(program: Program) -> Iterator[Any]:
 
 
 def has_own_rule(program: Program) -> bool:
-    """Whether a `custom_vjp` function is inside, or its tangent."""
+    """Whether the program has a `custom_vjp` function inside, or the tangent of one."""
     return any(map(_is_own_rule, all_equations(program)))
 
 
@@ -305,7 +305,7 @@ def _is_own_rule(eqn: Any) -> bool:
 
 
 def require_known(eqn: Any, doing: str) -> None:
-    """Refuses an equation with programs inside which nothing here reads: what stands there would be missed."""
+    """Refuses an equation with programs inside that this file cannot read: what they do would be overlooked."""
     name, inside = eqn.primitive.name, inside_of(eqn)
     if not inside or nested(eqn) is not None:
         return
@@ -314,12 +314,12 @@ def require_known(eqn: Any, doing: str) -> None:
         why = f" ({_plain_or_why(eqn)})" if name == "shard_map" else ""
         raise NotImplementedError(
             f"{doing} cannot see into the primitive {name!r}{where}, and there is a program inside{why}. Apply {doing} "
-            "to the function in there, as to the one that shard_map maps; or leave this part out of the function."
+            "to the function inside (of a shard_map: the one that it maps), or leave this part out of the function."
         )
 
 
 def _explicit(mesh: Any) -> str:
-    """What to do about a mesh whose axes are part of arrays' types, which programs lose; empty for another mesh."""
+    """What to do about a mesh with explicit axes, which are in arrays' types and get lost in programs; else empty."""
     if AxisType.Explicit not in mesh.axis_types:
         return ""
     auto = f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
@@ -349,8 +349,8 @@ def require_unchecked(what_is_done: str, tree: Any) -> None:
     """Refuses arrays that vary from shard to shard where `jax.shard_map` checks what varies."""
     if any(varying(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)):
         raise TypeError(
-            f"{what_is_done} inside of jax.shard_map with check_vma=False only. Then gradients of what the shards "
-            "share are those of a shard: add them up by jax.lax.psum."
+            f"{what_is_done} inside of jax.shard_map with check_vma=False only. Then each shard has its own part of "
+            "the gradient of an array that all shards share: add the parts up by jax.lax.psum."
         )
 
 

@@ -15,7 +15,7 @@ Known = Callable[[Any], Any]
 
 
 class Program(NamedTuple):
-    """A jaxpr, with `constvars`, `invars`, `eqns` and `outvars`, and its constants, of which it is a pytree."""
+    """A jaxpr (`constvars`, `invars`, `eqns`, `outvars`) and its constants, which are the leaves of this pytree."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -50,7 +50,7 @@ def scope(eqn: Any) -> str:
 
 @contextlib.contextmanager
 def where_it_stands(eqn: Any) -> Iterator[None]:
-    """Equations that are traced within have the scopes and the line of source of this one."""
+    """A context: equations that are traced inside it get the scopes and the line of source of this equation."""
     named = jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext()
     with user_context(eqn.source_info.traceback), named:
         yield

@@ -27,7 +27,7 @@ def flow(
 ) -> list[Any]:
     """The facts at a program's outputs.
 
-    In a scan `entry` turns an array's fact into an entry's, `stack` undoes it, and `held` is for what all steps share.
+    At a scan, `entry` turns an array's fact into that of a step's entry, `stack` undoes it; `held` is for constants.
     """
 
     def enter(inner, facts):

@@ -59,7 +59,7 @@ def trace(function: Callable[..., Any], *args: Any, axes: Sequence[tuple[str, in
 
 
 def pruned(program: Program) -> Program:
-    """The program without what no output needs in its loops, branches and blocks: 0 times its derivative may be NaN."""
+    """The program without what no output needs in loops, branches and blocks: 0 times a derivative there may be NaN."""
     jaxpr = program.jaxpr
     if all(nested(eqn) is None for eqn in jaxpr.eqns):
         return program
@@ -67,7 +67,7 @@ def pruned(program: Program) -> Program:
 
 
 def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Program:
-    """A program of some equations, or steps, with the constants of another program if it is given."""
+    """A program of some equations, or steps, with the constants of the program `like` if that is given."""
     constvars, consts = (like.jaxpr.constvars, like.consts) if like else ((), ())
     jaxpr = SimpleNamespace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
     return Program(jaxpr, consts)

@@ -1,11 +1,11 @@
-"""Primitives by what they do. One in no set is treated as not linear, as having a derivative, and as moving nothing."""
+"""Primitives by what they do. Any other counts as nonlinear, as differentiable and as no move of elements."""
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Each output is the input of the same number.
+# Each output is the input with the same number.
 IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
 # Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused, or what `jax.vmap` maps is changed.
@@ -86,5 +86,5 @@ COMBINE = _names(
     """reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_scatter"""
 )
 
-# With programs inside, yet one function of the inputs to all who read programs, like a primitive without.
+# These have programs inside, and yet are treated as a single function of the inputs, like primitives without programs.
 ONE_FUNCTION = COMBINE | {"custom_linear_solve"}

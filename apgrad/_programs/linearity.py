@@ -1,7 +1,7 @@
 """Whether a program is linear in some of its inputs, as a backward pass must be if messages are sums over edges.
 
-The backward pass of a `custom_vjp` function is any function of the message; what weighs or randomises edges is right
-for linear ones only. A variable is zero, constant (whatever the inputs are), linear in them, or anything else.
+The backward pass of a `custom_vjp` function may be any function of the message; to weigh or randomize edges is right
+only if it is linear. A variable is zero, constant (whatever the inputs are), linear in them, or anything else.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ ZERO, CONSTANT, LINEAR, OTHER = range(4)
 
 
 def linearity(program: Program, inputs: Sequence[int]) -> list[int]:
-    """What each output of a program is: ZERO, CONSTANT, LINEAR in the linear inputs together, or OTHER."""
+    """What each output of a program is: ZERO, CONSTANT, LINEAR in all inputs that are LINEAR, together, or OTHER."""
     return flow(program, inputs, _through, _either, lambda value: ZERO if _is_zero(value) else CONSTANT)
 
 
@@ -52,7 +52,7 @@ def _through(eqn, facts):
 
 
 def _either(a, b):
-    """What a variable is that is one of two: a constant that may be linear too is neither."""
+    """What a variable is that comes from either of two branches: OTHER if constant in one and linear in the other."""
     return OTHER if {CONSTANT, LINEAR} == {a, b} else max(a, b)
 
 

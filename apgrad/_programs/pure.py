@@ -15,8 +15,8 @@ def trace(
 ) -> tuple[jaxprs.Program, Any]:
     """The program of `function(put(*arrays))` and its output's shapes, or an error if it writes to what it is given.
 
-    Flax NNX writes back what was there. So an argument is changed if the program leaves in it what did not come in. Its
-    form, which holds a module's attributes that are no arrays, must be the same.
+    Flax NNX writes unchanged arrays back too. So an argument counts as changed only if it ends up with another array
+    than came in there. Its form, which holds a module's attributes that are no arrays, must be the same.
     """
 
     def traced(*arrays):
@@ -34,7 +34,7 @@ def trace(
         return program, shape
     through = lambda eqn, facts: None if jaxprs.nested(eqn) is not None else [None] * len(eqn.outvars)
     same = lambda a, b: a if a == b else None
-    # A step of a scan has an entry of an array, which is not the array; its entries stacked again are.
+    # In a step of a scan the fact is about an entry of an array, which is not the array; the stacked entries are.
     entry = lambda fact: None if fact is None else (fact,)
     stack = lambda fact: fact[0] if isinstance(fact, tuple) else None
     inputs = range(len(jaxpr.invars))
@@ -66,8 +66,8 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _CHANGES = (
-    " is given a function that changes its arguments in place, or what it closes over, as a module with dropout or "
-    "batch normalization changes itself, and the changes would be lost. With Flax NNX, pass what nnx.split gives, and "
-    "in the function call nnx.merge(graph, params, state, copy=True) and return nnx.state of the rest beside the "
-    "output."
+    " is given a function that changes its arguments in place, or what it closes over, as modules with dropout or "
+    "batch normalization do; the changes would be lost. With Flax NNX, pass what nnx.split gives; in the function call "
+    "nnx.merge(graph, params, state, copy=True), and return the new state (nnx.state of all but the parameters) beside "
+    "the output."
 )

@@ -1,8 +1,8 @@
 """A program over a mesh of devices (`jax.shard_map`) as a plain program: each axis of the mesh is an axis of arrays.
 
 What a device computes of its blocks is what `jax.vmap` with a name for the axis computes of an array of all blocks, and
-the collectives (`psum`, `ppermute`, `all_gather`) become sums, permutations and copies of that array. So who reads,
-transposes or rebuilds programs needs no rule for a mesh. The array of blocks is laid over the mesh, block by device.
+the collectives (`psum`, `ppermute`, `all_gather`) become sums, permutations and copies of that array. So code that
+reads, transposes or rebuilds programs needs no rule for a mesh. Each device of the mesh holds one block of the array.
 """
 
 import math
@@ -45,7 +45,7 @@ def of_whole_arrays(shards: Shards, evaluate: Callable[[Sequence[Any]], Sequence
         rank = x.ndim - len(axes)
         names = _names(spec, rank)
         used = [name for name in axes if any(name in some for some in names)]
-        # Where the blocks along an axis are equal, and it is in no output, the first one is all.
+        # Along an axis of the mesh that the output's spec does not name, all blocks are equal: the first is enough.
         x = laid(x[tuple(slice(None) if name in used else 0 for name in axes)], used)
         sizes_of = x.shape[len(used) :]
         shape = [size * math.prod(sizes[name] for name in some) for size, some in zip(sizes_of, names, strict=True)]
