@@ -1,12 +1,12 @@
 """Samplers for a budget: those with the least added variance that take at most so many bytes.
 
-`allocate` starts with every coefficient exact. Until the budget is kept it gives one coefficient its next smaller
-sampler, the one that adds the least variance for a byte saved. Each coefficient's samplers are first cut to the convex
-hull of (bytes, variance): so this choice is optimal but for its last step.
+`allocate` starts with every coefficient exact. As long as the bytes exceed the budget, it gives one coefficient its
+next smaller sampler, by the step that adds the least variance for each byte saved. Only samplers on the convex hull of
+a coefficient's (bytes, variance) are used: so all steps but the last one are optimal.
 
-Variances are over the squared array, of normal entries. Rounding has scale^2 / 6 with scale = range / (2^bits - 1), and
-the range of n such entries is about .85 times 2 sqrt(2 log n). A narrow type has step^2 / 6, and with m mantissa bits
-the mean of step^2 is .54 * 4^-m.
+Variances are relative to the mean square of an array of normal entries. Rounding has scale^2 / 6, with scale = range /
+(2^bits - 1), and the range of n such entries is about .85 times 2 sqrt(2 log n). A narrow type has step^2 / 6, and with
+m mantissa bits the mean of step^2 is .54 * 4^-m.
 """
 
 import math
@@ -37,7 +37,7 @@ def relative_variance(sampler: Any) -> float:
 
 
 def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tuple[Any, float, bool]:
-    """`(samplers that keep to a budget as far as coefficients tell, their bytes, whether no smaller ones are left)`."""
+    """`(choice of samplers for a budget, bytes of all that is remembered, whether no smaller samplers are left)`."""
     total, steps = 0.0, []
     for coefficient, how in found:
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
@@ -45,7 +45,7 @@ def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tupl
         total += size
         if how != "sampled" or not size:
             continue
-        # Fractions only where no other sample follows, see `randomize`.
+        # Samplers of a fraction are for `last` coefficients only, see `through` of `randomize`.
         ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounds)]
         ladder = [s for s in ladder if relative_variance(s) <= limit]
         points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
@@ -64,7 +64,7 @@ def allocate(found: Found, budget_bytes: float, limit: float = math.inf) -> tupl
 
 
 def _along_the_hull(points: Sequence[tuple[float, float, Any]]) -> Iterator[tuple[float, float, Any]]:
-    """Of samplers by bytes and variance, the steps to smaller ones: variance for a byte, bytes saved, the sampler."""
+    """The steps between points (bytes, variance, sampler) of the hull: variance for a byte, bytes saved, sampler."""
     (most, least, _), *smaller = points
     if smaller:
         costs = [(variance - least) / (most - size) for size, variance, _ in smaller]

@@ -1,12 +1,12 @@
 """Nodes in the place of control flow: a `cond` whose branches share their memory, and a block that packs its inputs.
 
 JAX gives each branch of a `cond` memory of its own, with copies of the operands in it. Here the whole `cond` is one
-node: the branch that is taken writes its memory into arrays that all share. Operands are remembered outside of the
-branches, where an array that somebody else keeps costs nothing.
+node: the branch that is taken writes its memory into arrays that all branches share. Operands are remembered outside of
+the branches, where an array that somebody else keeps costs nothing.
 
-A checkpointed block may remember its inputs packed, and is evaluated again at what they are restored to. It is not
-linear in them: with x + e restored, E e = 0, the mean of its messages is off by half of its second derivative times the
-variance of e, small for many bits, but a bias.
+A checkpointed block may remember its inputs packed; it is then evaluated again at the restored inputs x + e, E e = 0.
+Its messages are not linear in x: their mean is off by half of their second derivative times the variance of e. That is
+small if the bits are many, but a bias.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,13 +72,13 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
 
 
 def _outside(made: MemoryPlan) -> list[int | None]:
-    """For each thing to remember, the number of the input that it is, if it is one."""
+    """For each slot the number of the input that it remembers as it is, or None if there is no such input."""
     number = {v: i for i, v in enumerate(made.forward.jaxpr.invars)}
     return [number.get(slot.var) if slot.how in ("live", "exact") else None for slot in made.slots]
 
 
 def _layout(shapes: Sequence[Sequence[Any]]) -> tuple[list[Any], list[list[int]]]:
-    """Arrays in which each row of arrays has a place: `(shapes of all, the places of each row)`."""
+    """A list of arrays for any of some rows of arrays: `(its shapes, the places of each row's arrays in the list)`."""
     layout: list[Any] = []
     places = []
     for row in shapes:

@@ -1,6 +1,6 @@
-"""Max-pooling that remembers places in windows, in place of its input.
+"""Max-pooling that remembers places in windows, and not its input.
 
-JAX's keeps its input exactly, since it enters the reverse pass nonlinearly. The place of each largest entry is enough.
+JAX keeps the input exactly, as it enters the reverse pass nonlinearly. The place of each largest entry is enough.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from apgrad._ground.propagator import Propagator, node
 
 
 def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> jax.Array:
-    """The largest entry of each window, without padding; a window's place takes a byte, or more if it has many entries.
+    """The largest entry of each window, without padding; its place takes a byte, two in windows of over 256 entries.
 
-    It is (n, rows, columns, channels). Of equal entries the first one gets the message, as in JAX.
+    The result is (n, rows, columns, channels). Of equal entries the first one gets the message, as in JAX.
 
     Args:
       x: floating point, (n, height, width, channels), at least as large as the window: other shapes are a ValueError.

@@ -1,16 +1,16 @@
 """What a straight-line program's reverse pass remembers, and the steps of this pass.
 
-The pullback of a program is a program too, linear in the messages. What its backward equations, which depend on
-messages, take from the others are the *coefficients*. A coefficient is computed again from what is kept anyway, small
-or Boolean; or, if a product multiplies it by a message, a sampler remembers it; or the array itself is remembered.
+The pullback of a program is a program too, linear in the messages. Its backward equations are those that depend on
+messages; the arrays that they take from the others are the *coefficients*. Such an array is computed again from others
+that are kept anyway, small or Boolean; or a sampler remembers it, if a product multiplies a message by it; or it stays.
 
 Three rules keep gradients unbiased and memory small:
 
 * A coefficient that stands twice on one path of messages is drawn twice, since the expectation of a square is not the
   square of the expectation. Uses that no path joins share a draw, as the three projections of an attention do.
-* A chain of elementwise equations with several floating-point coefficients is one coefficient, the chain's derivative.
+* For a chain of elementwise equations with several floating-point coefficients, the chain's derivative is the only one.
   So GELU, with its five products, remembers one array, and what is rounded enters linearly.
-* A coefficient that multiplies messages that go on, and is 16 times smaller than the largest, is kept exactly.
+* A coefficient whose messages go on to other samples is kept exactly if it is 16 times smaller than the largest one.
 """
 
 import functools
@@ -45,17 +45,17 @@ class MemoryPlan(NamedTuple):
     outputs: int  # how many outputs of the forward program are the function's
     slots: tuple[Slot, ...]
     steps: tuple[BackwardStep, ...]
-    pullback: Program  # which the steps are of
+    pullback: Program  # whose backward equations the steps are
 
 
 class Linearized(NamedTuple):
-    """A program and its pullback, before somebody chooses how the coefficients are remembered."""
+    """A program and its pullback, before it is chosen how the coefficients are remembered."""
 
-    forward: Program  # whose outputs are so many of the function, then coefficients, then derivatives of chains
+    forward: Program  # its outputs: first `outputs` of the function, then coefficients, then derivatives of chains
     outputs: int
     graph: "PullbackGraph"
-    at: dict[Any, Any]  # where the forward program makes what the pullback takes
-    derivative: dict[Any, Any]  # where it makes a chain's derivative, by the chain's output
+    at: dict[Any, Any]  # for a coefficient of the pullback, the variable of the forward program
+    derivative: dict[Any, Any]  # for a chain's output, the forward program's variable of the chain's derivative
 
 
 def linearized(linearize: Callable[..., Any], inputs: Sequence[Any], rules: Sequence[str]) -> Linearized:
@@ -63,14 +63,14 @@ def linearized(linearize: Callable[..., Any], inputs: Sequence[Any], rules: Sequ
     leaves, tree = jax.tree.flatten(pullback)
     messages = [x for x in outputs if jaxprs.is_inexact(x)]
     back = jaxprs.inlined(lambda leaves, m: tree.unflatten(leaves)(m), leaves, messages)
-    # What is kept, and whether it is zeros.
+    # For each residual, whether it is zeros.
     kept = linearity(traced, [CONSTANT] * len(traced.jaxpr.invars))[len(outputs) :] if rules else []
     made = linearity(back, kept + [LINEAR] * len(messages)) if rules else []
     if not {ZERO, LINEAR}.issuperset(made):
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
-            "backward pass is not linear in the message, or cannot be seen to be, as those of total propagation, MPLP, "
-            "clipping and adaptive solvers (odeint) are not: it would be biased. Put ap.randomize around other parts."
+            "backward pass is not linear in the message, or cannot be seen to be: the gradient would be biased, as "
+            "with total propagation, MPLP, clipping and solvers (odeint). Put ap.randomize around other parts."
         )
     graph = PullbackGraph(back, len(leaves))
     for eqn in graph.backward:
@@ -88,14 +88,14 @@ def linearized(linearize: Callable[..., Any], inputs: Sequence[Any], rules: Sequ
 
 
 def make_plan(linear: Linearized, ends: Sequence[bool], slots: Any) -> MemoryPlan:
-    """`ends` says at which inputs messages end, and `slots` makes the `SlotMaker` of a forward program."""
+    """`ends` says for each output of the pullback whether the message goes no further; `slots` makes a `SlotMaker`."""
     forward, outputs, graph, at, derivative = linear
     back = graph.jaxpr
     # What a nested program has remembered is packed already, and nothing multiplies it here.
     taken = [v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)]
     memory = slots(forward, own=set(variables(at[v] for v in taken)))
     collapsed = {out: root for out, (root, eqns) in graph.chains.items() if _collapses(eqns, graph, memory, at)}
-    # A step is last if its message reaches no other sample, and no input that is not live.
+    # A step is last if its message reaches neither another sampled coefficient nor an input whose message goes on.
     passes_on = {v for v, flag in zip(back.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}
     wanted, chosen = set(variables(back.outvars)), []
     for eqn in reversed(graph.backward):
@@ -109,7 +109,7 @@ def make_plan(linear: Linearized, ends: Sequence[bool], slots: Any) -> MemoryPla
         wanted.update(sources)
         chosen.append((eqn, root, sources, last))
     steps: list[BackwardStep] = []
-    before: dict[Any, int] = {}  # of a message, the steps that it comes from, as bits
+    before: dict[Any, int] = {}  # for a message, the steps that it comes from, as a bit set
     for eqn, root, sources, last in reversed(chosen):
         name, step = eqn.primitive.name, len(steps)
         ancestors = functools.reduce(operator.or_, (before.get(v, 0) for v in sources), 0)
@@ -124,9 +124,9 @@ def make_plan(linear: Linearized, ends: Sequence[bool], slots: Any) -> MemoryPla
 
 
 class PullbackGraph:
-    """The equations of a pullback, a program of some residuals, its first inputs, and of messages.
+    """The equations of a pullback: a program whose first inputs are residuals, and whose other inputs are messages.
 
-    Those that depend on a message run in the backward pass; what they take from the others are the coefficients.
+    Equations that depend on a message run in the backward pass; what they take from the others are the coefficients.
     """
 
     def __init__(self, program: Program, leaves: int):
@@ -157,8 +157,8 @@ class PullbackGraph:
     def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
         """The elementwise chains that begin at one message, the root: `{output: (root, equations)}`.
 
-        An equation goes into a chain if it multiplies the message. The real part of a complex one is no product; and of
-        float16 a product of derivatives may underflow where a large message, multiplied by each, does not.
+        An equation joins a chain if it multiplies the message. Taking the real part of a complex message is no product.
+        In float16 there are no chains: the product of derivatives might underflow, unlike a message times each of them.
         """
 
         def multiplies(eqn, messages):
@@ -192,15 +192,15 @@ class PullbackGraph:
 
 
 def _first_output(eqn: Any) -> Any:
-    """None for a callback, as of `jax.debug.print`."""
+    """None for an equation without outputs, such as the callback of `jax.debug.print`."""
     return next(iter(eqn.outvars), None)
 
 
 def _derivatives_sooner(program: Program, outputs: int) -> Program:
-    """The program with derivatives, which its first outputs do not need, right after what they are made of."""
+    """The program with its derivatives, which the first outputs do not need, right after what they are made of."""
     jaxpr, consts = program
     own = set(map(id, needed(jaxpr.eqns, jaxpr.outvars[:outputs], effects=True)))
-    place: dict[Any, int] = {}  # of what arrays of the inputs alone make, there is none yet
+    place: dict[Any, int] = {}  # a derivative made of inputs alone has none
     for i, eqn in enumerate(jaxpr.eqns):
         made = [i] if id(eqn) in own else [place[v] for v in variables(eqn.invars) if v in place]
         if made:
@@ -216,6 +216,6 @@ def _derivatives_sooner(program: Program, outputs: int) -> Program:
 
 
 def _collapses(eqns: Sequence[Any], graph: PullbackGraph, memory: SlotMaker, at: dict[Any, Any]) -> bool:
-    """Whether a chain is one coefficient: if it has several large ones, or divides by one (its inverse is linear)."""
+    """Whether to remember a chain's derivative: if it has several large coefficients, or divides by a large one."""
     large = [(e, at[v]) for e in eqns for v in graph.coefficients(e) if memory.is_large(at[v])]
     return len({v for _, v in large}) > 1 or any(e.primitive.name == "div" for e, _ in large)

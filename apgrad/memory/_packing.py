@@ -1,8 +1,8 @@
 """Packing into narrow floating-point types, and by functions of one's own.
 
 `narrow` rounds a number y with the exponent e to m mantissa bits as step floor(y / step + u), step = 2^(e - m), with u
-uniform in (0, 1), whose mean is y. A group is divided by a power of two first, so that nothing overflows. Of a float32
-the upper half is a bfloat16: random bits are added to the lower half, and carry a one with the right probability.
+uniform in (0, 1): its mean is y. Each group is first divided by a power of two, so that nothing overflows. The upper
+half of a float32 is a bfloat16: it is rounded up by the carry when random bits are added to the lower half.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Narrow:
     dtype: str
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
-        # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
+        # The barrier makes the operations the same for all arrays of one size, so that they are compiled once.
         rows = jax.lax.optimization_barrier(as_rows(x, GROUP))
         finite, limits = jnp.isfinite(rows), jnp.finfo(self.dtype)
         if self._is_half_of(rows.dtype):
@@ -58,13 +58,13 @@ Rounds = Rounding | Narrow  # the samplers that round each entry by itself, and 
 
 
 def _bits(dtype: Any) -> tuple[Any, int, int]:
-    """Of a floating-point type, the integers of its size, the bits of its mantissa, and the code of the exponent 0."""
+    """For a floating-point type: the integer type of its size, its mantissa's bits, and the code of the exponent 0."""
     limits = jnp.finfo(dtype)
     return np.dtype(f"int{limits.bits}"), limits.nmant, limits.maxexp - 1
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """The largest whole number e such that 2^e is at most x, which is not negative; of 0 the least one less one."""
+    """For x > 0 the largest whole number e such that 2^e <= x; for 0 the least exponent of the type, less one."""
     integer, mantissa, zero = _bits(x.dtype)
     return (jax.lax.bitcast_convert_type(x, integer) >> mantissa) - zero
 
@@ -75,7 +75,7 @@ def _power(exponent: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _shifted(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The product with 2^exponent, in two steps, as the power alone may be no number of the type."""
+    """The product x 2^exponent, in two steps, since the power alone may be out of the type's range."""
     half = exponent // 2
     return x * _power(half, x.dtype) * _power(exponent - half, x.dtype)
 
@@ -83,8 +83,8 @@ def _shifted(x: jax.Array, exponent: jax.Array) -> jax.Array:
 def narrow(dtype: Any = "bfloat16") -> Narrow:
     """Keeps every entry in a narrower floating-point type, rounded up or down at random so that the mean is right.
 
-    Large and small entries have the same relative error, where `rounding` has the same absolute one. Where the range of
-    the type is smaller, each 128 entries share a divisor of two bytes. An entry that is not finite is NaN.
+    Large and small entries have the same relative error, where `rounding` gives them the same absolute error. Each 128
+    entries share a divisor of two bytes, but not in bfloat16 (unless of float64). An entry that is not finite is NaN.
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.

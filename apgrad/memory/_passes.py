@@ -24,19 +24,19 @@ from apgrad.memory._samplers import Sampler, kept, restored
 from apgrad.memory._slots import CoefficientUse, Slot
 
 Function = Callable[..., Any]
-_NEXT = 2**28  # the number of the next slot's key, beyond those of words and steps, before those of nested programs
+_NEXT = 2**28  # hashed into the next slot's key: above the numbers of words and steps, below those of nested programs
 _next_key = jax.jit(hashed)  # traced once
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
-    "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
+    "Differentiate the function itself, or leave the part that needs two derivatives out of ap.randomize"
 )
 
 
 def remembering(count: int, plain: Function, forward: Function, backward: Function) -> Callable[..., list[Any]]:
-    """`(key, *inputs) -> outputs`, a node of a key and `count` inputs; `plain(*inputs)` where none is differentiated.
+    """A node `(key, *inputs) -> outputs` of `count` inputs, which is `plain(*inputs)` if no input is differentiated.
 
-    Else `forward(key, inputs, chosen)` gives outputs, memory, and what `backward` has from this trace. The inputs with
-    the `chosen` numbers get a message each: `backward(key, memory, messages, chosen, *what it has)` makes them.
+    Otherwise `forward(key, inputs, chosen)` returns outputs, memory, and what else `backward` needs of this trace. Then
+    `backward(key, memory, messages, chosen, *what else it needs)` returns messages to the inputs numbered in `chosen`.
     """
 
     def run(key, *inputs, perturbed):
@@ -44,7 +44,7 @@ def remembering(count: int, plain: Function, forward: Function, backward: Functi
         if not chosen:
             return plain(*inputs), None
         outputs, memory, *known = forward(key, inputs, chosen)
-        return outputs, (memory, key, Static(lambda: (chosen, *known)))  # equal if it is the same function
+        return outputs, (memory, key, Static(lambda: (chosen, *known)))  # a function: JAX compares it by identity
 
     def back(memory, messages):
         answers: list[Any] = [None] * count
@@ -103,7 +103,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
     spread = {step.eqn.outvars[0] for step in made.steps if step.eqn.primitive.name == "broadcast_in_dim"}
-    computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
+    computed: dict[Any, Any] = {}  # the values of what has been evaluated again
     for step in gradients_first(made.steps):
         inputs = step_inputs(step)
         present = {i: values[v] for i, v in enumerate(inputs) if not isinstance(v, Literal) and i not in step.uses}
@@ -141,7 +141,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             product = (found[0], *small[1:2]) if isinstance(small, tuple | list) else found[0]
             found = [_restored(sampler, like.shape, like.dtype, drawn_key, product, axis - 1)]
         if step.last:
-            # Flat, as layouts pass barriers: XLA for the CPU dies of some layouts of products in branches under vmap.
+            # Flat, since layouts pass barriers: some layouts of products in branches under vmap crash XLA on the CPU.
             flat = [jnp.reshape(x, -1) for x in found]
             flat, present = jax.lax.optimization_barrier((flat, present))
             found = [jnp.reshape(x, like.aval.shape) for x, like in zip(flat, out, strict=True)]
@@ -152,7 +152,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
 
 
 def _evaluated_again(use: CoefficientUse, arrays: dict[Any, Any], computed: dict[Any, Any], present: Any):
-    """What is computed, now with a coefficient from it and from arrays, once the messages are there; and these."""
+    """Adds a coefficient to `computed`, from that and `arrays`, once messages are `present`; returns that and these."""
     if use.var not in computed:
         missing = jaxprs.needed(use.eqns, [use.var], computed)
         wanted = {v for eqn in missing for v in jaxprs.variables(eqn.invars)}
@@ -165,9 +165,9 @@ def _evaluated_again(use: CoefficientUse, arrays: dict[Any, Any], computed: dict
 
 
 def _waits(slot: Slot, copies: bool) -> bool:
-    """Whether an array goes behind a barrier: else compilers transpose it, or expand it, before it is needed.
+    """Whether a slot's memory goes behind a barrier: else compilers transpose it, or expand it, before it is needed.
 
-    A barrier writes out a message of copies, such as a mean's: then only what is packed waits for it.
+    A barrier makes an array of a message of `copies` of one number (of a mean): then it is for packed memory only.
     """
     is_key = jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
     return slot.how in ("sampled", "bits") or not (copies or is_key or slot.how == "nested")
@@ -184,7 +184,7 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
 # Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
-    """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
+    """The sampler's memory of a value. A sampler that draws an array waits for the value."""
     if not isinstance(sampler, Rounds):
         key, value = jax.lax.optimization_barrier((key, value))
     return kept(sampler, key, value)
@@ -200,7 +200,7 @@ def inexact(values: Sequence[Any]) -> list[Any]:
 
 
 def gradients_first(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
-    """The steps, each last one as early as it can be: an argument's gradient comes before the message goes on."""
+    """Each `last` step is as early as possible: an argument's gradient is made before the message goes on."""
     place: dict[Any, float] = {}
     places = []
     for i, step in enumerate(steps):
@@ -215,7 +215,7 @@ def step_inputs(step: BackwardStep) -> list[Any]:
 
 
 def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
-    """If a step may multiply a sampler's small memory and restore the product: its output's axis plus 1; else 0."""
+    """Where a step may multiply a sampler's small memory and restore the product: the product's axis plus 1; else 0."""
     if step.root is not None or step.eqn.primitive.name != "dot_general" or len(step.uses) != 1:
         return 0
     ((i, use),) = step.uses.items()
@@ -225,7 +225,7 @@ def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
     size = step.eqn.invars[i].aval.ndim
     if size - 1 in (*contracted, *batch):
         return 0
-    # Of the output's axes, the left operand's free ones come after the batch, then the right one's.
+    # The output has the batch axes first, then the left operand's free axes, then the right operand's.
     return size - len(contracted) if i == 0 else step.eqn.outvars[0].aval.ndim
 
 

@@ -1,7 +1,7 @@
 """`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
 
-Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted bytes fit; what the last
-gradient that was compiled needed beyond its prediction is added to the others, so that a few compilations settle it.
+Of the choices of `apgrad.memory._recompute` whose predicted bytes fit, the one with the least work is compiled. The
+bytes that it needs beyond its prediction are added to all predictions, so that a few compilations find the best choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from apgrad.memory._recompute import choices
 from apgrad.memory._report import compiled_note, temp_bytes
 
 _TRIES = 6  # compilations of each method
-_HOPE = 0.8  # a budget that is less than so much of what should be the least is given up
+_HOPE = 0.8  # a budget below this share of the gradient that should be the smallest is given up
 _CLOSE = 0.03  # the share of the budget that may be left unused
 
 
@@ -53,15 +53,15 @@ def plan(
 ) -> Plan:
     """The function with a reverse pass that needs at most so many bytes of compiled memory, exact if that can be.
 
-    Unchanged if that fits; else with the arrays that its gradient remembers chosen for least work of computing the
-    others again; else with coefficients rounded for least added variance. Up to about a dozen gradients are compiled.
+    It is the function as it is, if that fits; else it remembers some arrays, chosen for the least work of computing the
+    others again; else it rounds coefficients, with the least added variance. `plan` compiles up to about a dozen times.
 
     Args:
       function: `(*args) -> scalar`, any JAX function.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s, of the shapes that it will be called with.
       budget_bytes: the most scratch memory (`compiled.memory_analysis().temp_size_in_bytes`) of the jitted gradient.
-        Arguments and gradients are not counted. Of sharded arguments (or shapes with a sharding) it is one device's. On
-        a CPU barriers are kept, see `memory_report`.
+        Arguments and gradients are not counted. If arguments (or shapes) are sharded, it is the memory of one device.
+        On a CPU barriers are kept, see `memory_report`.
       argnums: the arguments to differentiate with respect to, as in `jax.grad`.
       variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4, and
         with 0 the plan is exact. Arrays of fewer than 512 entries, over all steps of scans, are not rounded.
@@ -111,12 +111,12 @@ def plan(
             left = [c for c in left if c.work < pick.work and trial.peak_bytes < (1 - _CLOSE) * budget_bytes]
         elif not fits and _HOPE * trial.peak_bytes > budget_bytes:
             break
-        else:  # of what is predicted to be larger, nothing is tried as long as something smaller is left
+        else:  # as long as choices are left that are predicted to be smaller, only these are tried
             left = [c for c in left if c.nbytes < pick.nbytes] or [c for c in left if c is not pick]
     if best is None and variance > 0:
         coefficients, target = listed(plans), max(budget_bytes - around, budget_bytes / 2)
         tried: set[float] = set()
-        low, high = 0.0, found[0].kept  # of what may be remembered: the most that was small enough, the least that not
+        low, high = 0.0, found[0].kept  # bytes of coefficients: the most that were few enough, the fewest not
         for _ in range(_TRIES):
             choose, estimate, smallest = allocate(coefficients, target, variance)
             if estimate in tried:

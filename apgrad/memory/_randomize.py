@@ -1,8 +1,8 @@
 """`ap.randomize`: any JAX function, with a random and smaller memory in its reverse pass.
 
-Each straight-line stretch of the jaxpr becomes a propagator (`apgrad.node`), which remembers the coefficients of its
-pullback as `apgrad.memory._memory_plan` chooses. A `scan`, `cond` or `jax.checkpoint` is rebuilt around stretches of
-its own, with fresh keys in each step. Calls are entered. A function's own derivative rule is used, and randomized too.
+Each straight-line stretch of the jaxpr becomes a node, which remembers the coefficients of its pullback as
+`apgrad.memory._memory_plan` chooses. A `scan`, `cond` or `jax.checkpoint` is rebuilt around stretches of its own, with
+fresh keys in each step. Calls are written out. A function's own derivative rule is used, and randomized too.
 """
 
 import functools
@@ -29,7 +29,7 @@ from apgrad.memory._slots import Coefficient, SlotForm, SlotMaker, fitted, is_co
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
 _THROUGH = rounding(bits=8)
 Choice = Callable[[Coefficient], Sampler | None]
-Largest = dict[str, tuple[int, str]]  # entries and name of the largest array that has "few", is "exact", or "sampled"
+Largest = dict[str, tuple[int, str]]  # entries and name of the largest array: with "few" entries, "exact", "sampled"
 
 
 def randomize(
@@ -43,9 +43,9 @@ def randomize(
 ) -> Callable[..., Any]:
     """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
 
-    Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are not
-    counted and not sampled: the caller has them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget is for
-    one copy or step. Messages that the function rounds (to narrower types) are right to that type's precision. JAX's
+    An array that is needed twice on one path of the messages is remembered twice. Arguments of the function are neither
+    counted nor sampled: the caller keeps them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget is for
+    one example or step. Messages that the function rounds (to narrower types) are right to that type's precision. JAX's
     max-pooling remembers its input exactly: `ap.memory.max_pool` remembers places.
 
     Args:
@@ -53,25 +53,25 @@ def randomize(
       sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
         convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
         chooses by name, size or shape; None keeps a coefficient exactly.
-      through: the sampler, in place of one that keeps a `fraction` of the entries, of coefficients whose messages go on
-        to other samples (activations' derivatives, attention), where noise of 100 % and more would multiply with depth
-        (section 3.3). None keeps these coefficients exactly.
+      through: takes the place of a sampler that keeps a `fraction` of the entries, at coefficients whose messages go on
+        to other samples (activations' derivatives, attention): there noise of 100 % and more would multiply with depth
+        (section 3.3 of the RAD paper). None keeps these coefficients exactly.
       budget_bytes: in place of a sampler and `through`: the most to remember, by samplers of the least added variance.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
-      boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
+      boundaries: a sampler of the inputs of `jax.checkpoint`ed blocks, or a function that chooses it; None keeps them
         exactly. **It makes gradients biased**, by the square of its noise: a block is evaluated again at inputs that
-        are not quite the ones it had. The rest is unbiased given these, or exact, if this is all that is given. Blocks
-        with a `policy` are left as they are.
+        are not quite the ones it had. Given these inputs the rest is unbiased, or exact without a sampler or budget.
+        Blocks with a `policy` are left as they are.
 
     Returns:
       `randomized(key, *args, **kwargs)`: all randomness comes from the key, typed or raw; what is no JAX array reaches
-      the function as it is. Reverse mode, once. Its attribute `original` is the function.
+      the function as it is. It is differentiated once, in reverse mode. Its attribute `original` is the function.
 
     Raises:
-      TypeError: for what is no sampler or no PRNG key; when the result is differentiated, if it is so twice, if values
-        go through a mutable reference (`jax.new_ref`), or if a `jax.custom_vjp` function inside has a backward pass
-        that is not linear in the message (clipping, MPLP).
+      TypeError: for what is no sampler or no PRNG key; if the result is differentiated twice; when it is, if values go
+        through a mutable reference (`jax.new_ref`), or if a `jax.custom_vjp` function inside has a backward pass that
+        is not linear in the message (clipping, MPLP).
       ValueError: if a sampler or `through` is given beside a budget, or none of sampler, budget and boundaries; if the
         function changes its arguments in place; when the result is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
@@ -91,7 +91,7 @@ def randomize(
     if sampler is None and budget_bytes is None and boundaries is None:
         raise ValueError("randomize takes a sampler, budget_bytes or boundaries, got none of them")
     if budget_bytes is not None and through is not _THROUGH:
-        raise ValueError(f"leave out one: a budget chooses, got through={through!r} beside budget_bytes={budget_bytes}")
+        raise ValueError(f"a budget chooses all samplers: leave out {budget_bytes=} or {through=}")
     require_sampler("sampler", None if _chooses(sampler) else sampler)
     require_sampler("through", through)
     require_sampler("boundaries", None if _chooses(boundaries) else boundaries)
@@ -99,7 +99,7 @@ def randomize(
     number("min_size", min_size)
 
     def walk(*stretch: Any) -> Callable[..., Any]:
-        # Who gives boundaries may want nothing else sampled.
+        # A user who gives boundaries may want nothing else sampled, which is then no reason for a warning.
         what, given = ("boundaries", boundaries) if boundaries is not None else ("sampler", sampler)
         seen: dict[str, Largest] = {"sampler": {}, "boundaries": {}}
         at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, seen["boundaries"])
@@ -176,7 +176,7 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
 
 
 def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
-    """The shapes of arrays in arguments, which are inexact and in those of `argnums` or any, what puts arrays back."""
+    """The shapes of arguments' arrays, which arrays to differentiate by `argnums` (or all), what puts arrays back."""
     leaves, put = jaxprs.arrays_of(args)
     numbers = range(len(args)) if argnums is None else chosen_numbers(argnums, len(args))
     owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
@@ -188,7 +188,7 @@ Recorded = dict[str, MemoryPlan]
 
 
 def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int = 512) -> Recorded:
-    """The plans that remember everything: of stretches by scope, last of the whole, with respect to these arguments."""
+    """The plans of all stretches by scope, the whole function's last, if all that may be sampled is kept in 32 bits."""
     leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
@@ -198,7 +198,7 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
 def _recorded(min_size: int, linear: Any, *stretch: Any) -> Recorded:
     walk = StretchWalk(_chooser(rounding(32), None, min_size, {}), linear=linear)  # which marks what could be sampled
     made = walk.make(*stretch)
-    # Of a loop that JAX has traced anew for each carry that came to be differentiated, the last trace is the loop.
+    # JAX traces a loop again when it finds one more carry to differentiate: the last of these traces is the loop.
     inside = sorted(walk.plans.items(), key=lambda item: len(item[0][2]))
     return {**{where: plan for (_, _, _, where), (_, plan) in inside}, stretch[3]: made}
 
@@ -214,7 +214,7 @@ def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
 
 
 def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> MemoryPlan:
-    """A plan of at most so many bytes, counted in it: `allocate` does not see what is drawn twice or branches share."""
+    """A plan of at most so many bytes, counted by slots: `allocate` knows nothing of second draws and shared memory."""
     linear: dict[Any, Any] = {}
     found = listed(_recorded(min_size, linear, *stretch))
     target, best = float(budget), None
@@ -240,7 +240,7 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
 
 
 def _chooser(sampler: Any, through: Any, min_size: int, seen: Largest) -> Choice:
-    """A choice for every coefficient; `seen` becomes the largest of those that are too small, and of others."""
+    """A choice of samplers, which writes down the largest arrays that it is asked about in `seen`."""
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
@@ -265,7 +265,7 @@ def _chooser(sampler: Any, through: Any, min_size: int, seen: Largest) -> Choice
 
 
 class StretchWalk:
-    """Makes propagators of a program's straight-line stretches; each is planned once, as JAX traces a loop often."""
+    """Makes nodes of a program's straight-line stretches. JAX may trace a loop many times; each is planned once."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class StretchWalk:
     def plan(self, make: Callable[..., MemoryPlan], program: Program, *rest: Any) -> MemoryPlan:
         index = id(program.jaxpr), *map(tuple, rest[:2]), rest[2]
         if index not in self.plans:
-            self.plans[index] = program, make(program, *rest)  # the program stays alive, and its id its own
+            self.plans[index] = program, make(program, *rest)  # the program stays alive: its id is unique
         return self.plans[index][1]
 
     def make(
@@ -321,13 +321,13 @@ class StretchWalk:
         index = id(program.jaxpr), tuple(flags), tuple(chosen)
         _, linear = self.linear.get(index) or (program, linearized(linearize, inputs, _own_rules(program, where)))
         if index not in self.linear and not any(map(is_control_flow, jaxprs.all_equations(program))):
-            self.linear[index] = program, linear  # in control flow memory is chosen, too: it is traced for each choice
+            self.linear[index] = program, linear  # with control flow inside, it depends on the choice of samplers
         how = {"choose": self.choose, "where": where, "count": count, "stays": self.stays.get(where)}
         slots = functools.partial(SlotMaker, live=[True, *flags], **how)
         return make_plan(linear, [flags[i] for i in chosen], slots)
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
-        """How an equation is evaluated, of pairs `(value, whether somebody else keeps it)`."""
+        """A function that evaluates an equation on pairs `(value, whether somebody else keeps it)`."""
         numbers = itertools.count(1)
 
         def apply(eqn, pairs):
@@ -351,7 +351,7 @@ class StretchWalk:
     def _enter(self, inside, values, live, key, label, count):
         if inside.kind == "scan":
             consts, carry, _ = inside.counts
-            # Constants and inputs of the steps stay where they are, states do not.
+            # Somebody may keep the constants and inputs of the steps; nobody else keeps the carry.
             flags = [flag and not consts <= i < consts + carry for i, flag in enumerate(live)]
             body = self.stretch(inside.jaxprs[0], flags, label, count * inside.length)
             function = lambda step, *inputs: body(hashed(key, step), *inputs)

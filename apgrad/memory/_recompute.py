@@ -1,15 +1,15 @@
 """Which arrays stay in memory when all others are computed again, exactly, in the reverse pass.
 
-A choice is a set of variables that may be remembered; all else is computed again when its message is there. It costs
-the bytes that stay, what both passes need beyond these at their worst moment, and the work done again. Candidates:
+A choice is a set of variables that may be remembered; all else is computed again when its message is there. A choice
+costs the bytes that stay, the bytes beyond these at the worst moment, and the work done again. Candidates:
 
-* the products (matrix products, convolutions) that take most work for a byte, for each number of them, and with them
-  the variables that cross a few cuts, which divide the rest into groups of about equal bytes at places where few bytes
-  cross (Chen, Xu, Zhang & Guestrin, "Training deep nets with sublinear memory cost", 2016);
-* all coefficients but those that take least work for a byte, for each number of these, none too;
-* in short programs all sets of the six largest coefficients.
+* the products (matrix products, convolutions) that take more than some work for a byte, and with them the variables
+  that cross a few cuts, which divide the rest into groups of about equal bytes at places where few bytes cross (Chen,
+  Xu, Zhang & Guestrin, "Training deep nets with sublinear memory cost", 2016);
+* all coefficients but the n that take least work for a byte, for several n, 0 too;
+* in short programs all sets of fewer than six of the six largest coefficients.
 
-Choices that are no better than another in any of the three are left out.
+Choices that are no better than another in any of the three costs are left out.
 """
 
 import collections
@@ -26,13 +26,13 @@ from apgrad.memory._passes import gradients_first, step_inputs
 from apgrad.memory._slots import is_control_flow, is_mask, kept_bytes
 
 _GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-_FEW, _SHORT = 6, 200  # of how many arrays all sets are candidates, in a program of so many equations
+_FEW, _SHORT = 6, 200  # all sets of so many arrays are candidates in programs of at most so many equations
 _FUSED = WITHIN_ELEMENTWISE | VIEW
 _PRICES, _MOST, _SMALL, _ELEMENT = 6, 200, 16, 10  # an element's work is that of five multiplications
 
 
 class Kept(NamedTuple):
-    """What stays, by scope: numbers of variables; a scope that is not there remembers its coefficients."""
+    """A choice and its costs: `stays` are numbers of variables by scope; other scopes remember their coefficients."""
 
     kept: float
     transient: float
@@ -87,7 +87,7 @@ class _Stretch:
         self.count = plan.slots[0].coefficient.count
         self.number = {v: i for i, v in enumerate(v for eqn in jaxpr.eqns for v in eqn.outvars)}
         maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        # What somebody else keeps costs nothing, and what a scan has packed, which its own stretch counts.
+        # These cost nothing: what somebody else keeps, and what a scan has packed, which the scan's stretch counts.
         self.free = {*jaxpr.constvars, *(slot.var for slot in plan.slots if slot.how in ("live", "nested"))}
         self.wanted = [slot.var for slot in plan.slots if slot.how != "live"]
         self.coefficients = set(self.wanted)
@@ -119,7 +119,7 @@ class _Stretch:
         for price in prices:
             dear = {v for v in products if density[v] >= price}
             candidates += [dear | self._cut(dear, groups) for groups in _GROUPS if groups <= len(self.wanted)]
-        spread = {v: int(f"{i:012b}"[::-1], 2) for i, v in enumerate(self.wanted)}  # neighbours far apart
+        spread = {v: int(f"{i:012b}"[::-1], 2) for i, v in enumerate(self.wanted)}  # neighbours come far apart
         cheap = sorted(self.wanted, key=lambda v: (density.get(v, math.inf), spread[v]))
         candidates += [set(cheap[i:]) for i in range(0, len(cheap), max(1, len(cheap) // 32))]
         few = sorted(self.wanted, key=lambda v: -self.bytes(v, False))[:_FEW]
@@ -187,14 +187,14 @@ class _Stretch:
         # The memory of a scan's step is there as long as the scan is, and gradients are no scratch memory.
         free = {*_first(self.free), *_again(self.gradients), *(_first(stay) if self.count != 1 else ())}
         size = lambda v: self.bytes(v[1], not v[0] and v[1] in stay)
-        roots: dict[Any, frozenset[Any]] = {}  # the arrays that a variable is made of when it is used
+        roots: dict[Any, frozenset[Any]] = {}  # the arrays that a use of a variable reads
         end: dict[Any, int] = {}
         uses: collections.Counter[Any] = collections.Counter()
         for i, run in enumerate(runs):
             inputs = frozenset().union(*(roots.get(v, ()) for v in run.taken))
             cost = sum(map(size, inputs))
             for v in run.made:
-                # What a compiler can fuse into its uses is an array only where that is smaller than what it is made of.
+                # A compiler fuses a cheap operation into its uses, unless its output is smaller than its inputs.
                 own = v in lasting or run.name not in _FUSED or size(v) < cost
                 roots[v] = frozenset() if v in free else frozenset([v]) if own else inputs
             uses.update(inputs)
@@ -217,7 +217,7 @@ class _Stretch:
 
 
 class _Run(NamedTuple):
-    """An operation on arrays, pairs of whether the array is of the backward pass, and its variable."""
+    """An operation on arrays; an array is a pair `(whether it belongs to the backward pass, its variable)`."""
 
     name: str
     made: list[tuple[bool, Any]]

@@ -1,7 +1,7 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
 Temp bytes are the compiler's account of the gradient's scratch memory, without what XLA puts into the outputs' buffers
-meanwhile. **XLA on the CPU drops optimization barriers**, and so what `jax.checkpoint` saves; the report keeps them.
+meanwhile. **XLA on the CPU drops optimization barriers**, and so what `jax.checkpoint` saves; not so for the report.
 """
 
 import re
@@ -24,9 +24,9 @@ from apgrad.memory._samplers import rounding
 
 __all__ = ["MemoryReport", "memory_report", "temp_bytes"]
 _NO_SCOPE = "(no scope; ap.tracing.name_modules names those of a Flax NNX model)"
-_NOTICEABLE = 0.01  # the share of plain reverse mode's bytes from which on more memory is spoken of
-# LLVM's optimizations, which take half of a compilation, come after the buffers have been assigned. XLA dies of a
-# barrier in a small loop that it has hoisted into a call.
+_NOTICEABLE = 0.01  # more memory is reported if it is more by this share of plain reverse mode's bytes
+# LLVM's optimizations, which take half of a compilation, are off, as they come after the buffers have been assigned. So
+# is the hoisting of small loops into calls: XLA crashes on a barrier in such a loop.
 _KEEP_BARRIERS = {
     "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting",
     "xla_backend_optimization_level": 0,
@@ -47,7 +47,7 @@ class MemoryReport(NamedTuple):
 
     Attributes:
       rows: a row for each variant, by name; the first is plain reverse mode.
-      note: how the gradients were compiled, and which variants need 1 % more memory or more than plain reverse mode.
+      note: how the gradients were compiled, and which variants need at least 1 % more memory than plain reverse mode.
     """
 
     rows: dict[str, MemoryBytes]
@@ -125,7 +125,7 @@ def _size(nbytes: int) -> str:
 
 
 def _grouped(arrays: Iterable[Residual]) -> list[tuple[int, Residual]]:
-    """Arrays that differ in the numbers of their scopes alone are one, with how many they are; most bytes first."""
+    """`(how many, array)`, most bytes first; arrays that differ only in the numbers of scopes are counted as one."""
     groups: dict[Residual, list[Residual]] = {}
     for array in arrays:
         names = tuple(dict.fromkeys(map(_unnumbered, array.consumers)))
@@ -173,7 +173,7 @@ def memory_report(
     Args:
       function: `(*args) -> scalar`.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point. If they are sharded,
-        what is compiled ("temp MB") is one device's, and what reverse mode keeps is that of all.
+        the compiled memory ("temp MB") is that of one device, and what reverse mode keeps is that of all.
       variants: other rows: names to functions of the same arguments, as `{"checkpoint": jax.checkpoint(function)}`.
       key: if given, the rows `randomize` with rounding to 4 and 2 bits are added, with this key.
 
@@ -231,7 +231,7 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
     Args:
       function: `(*args) -> scalar`; other outputs, or no floating-point array to differentiate, are a TypeError.
       *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s, all of them inputs of the program that is compiled.
-        What is made of arrays that the function closes over alone is no scratch memory: XLA computes it beforehand.
+        What is made only of arrays that the function closes over is no scratch memory: XLA computes it beforehand.
       argnums: the arguments to differentiate with respect to, where floating-point; all if not given.
     """
     flat, inexact, put = shapes_in(args, argnums)

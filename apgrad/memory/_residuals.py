@@ -1,6 +1,6 @@
 """What reverse mode remembers: the arrays that `jax.vjp` leaves behind, without the arguments and their views.
 
-They are found in the program of `jax.vjp`: what makes each, on which line, and what of the way back takes it.
+They are found in the program of `jax.vjp`: what makes each, on which line, and what in the reverse pass takes it.
 """
 
 import functools
@@ -105,12 +105,12 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
 
 
 class _Index:
-    """Of a jaxpr, for each variable, what makes it and what takes it: found in one pass, however many are asked for."""
+    """For each variable of a jaxpr, what makes it and what takes it: found in one pass, however many are asked for."""
 
     def __init__(self, jaxpr: Any):
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.takers: dict[Any, list[tuple[Any, int]]] = {}
-        self.needs: dict[Any, int] = {}  # the numbers of the equations that make a variable of the outputs, as bits
+        self.needs: dict[Any, int] = {}  # the equations that compute a variable again from the outputs, as a bit set
         kept = set(jaxprs.variables(jaxpr.outvars))
         for number, eqn in enumerate(jaxpr.eqns):
             bits = 1 << number
@@ -158,7 +158,7 @@ def _maker_of(var: Any, jaxpr: Any, index: Callable[[Any], _Index]) -> tuple[str
         number, work = eqn.outvars.index(var), work_of(eqn)
         steps = inside.length if inside.kind == "scan" and number >= inside.counts[1] else 1
         for program in inside.jaxprs:
-            # What a branch has in place of another's array is zeros.
+            # In place of an array that only another branch makes, a branch has zeros.
             v = _origin(program.jaxpr.outvars[number], index(program.jaxpr))
             if not isinstance(v, Literal) and v in index(program.jaxpr).maker:
                 name, line, count, work = _maker_of(v, program.jaxpr, index)

@@ -1,9 +1,9 @@
 """Stochastic rounding: every entry is rounded up or down to a coarse grid, at random so that the mean is right.
 
 The entries of a group share a grid, an offset and a scale: the upper halves of two floating-point numbers, in one word.
-They are of a quarter of the entries, so that neither their range nor a step beyond it can be too large for their type.
-The scale's sign bit says that an entry is not finite: the last code then stands for NaN, and the grid has one point
-less (of 1 bit, the whole group is NaN).
+Both are those of the entries over 4, so that neither the entries' range nor a step beyond it overflows. If an entry is
+not finite, the scale's sign bit is set: then the last code stands for NaN, and the grid has one point less (with 1 bit,
+the whole group is NaN).
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ Memory = tuple[jax.Array, ...]
 
 
 class Grid(NamedTuple):
-    """The grids of groups, beside each of their entries."""
+    """For each entry, the grid of its group."""
 
-    low: jax.Array  # offset and scale of a quarter of the entries
+    low: jax.Array  # offset and scale of the entries over 4
     scale: jax.Array
     top: jax.Array  # the last code of a finite entry; -1 if there is none
 
@@ -67,8 +67,8 @@ class Rounding:
         return 2**self.bits - 1
 
     def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, Grid, jax.Array]:
-        """Of entries, their places on the grid, whether they are finite, and the grid; of groups, a word for it."""
-        # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
+        """For entries: the place on the grid, whether it is finite, and the grid; for groups: the word of the grid."""
+        # The barrier makes the operations the same for all arrays of one size, so that they are compiled once.
         rows = jax.lax.optimization_barrier(as_rows(x, self.group))
         finite = jnp.isfinite(rows)
         low, high, sound = _ranges(jnp.where(finite, rows, 0.0), finite)
@@ -77,13 +77,13 @@ class Rounding:
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=integer)
         # Offset and scale are rounded outwards, so that the grid covers the group.
         ones = 2**half - 1
-        low = bits(low / 4)  # to which a negative number's last bits add: away from zero
+        low = bits(low / 4)  # whose lower half is cut off; a negative number is first moved away from zero
         low = (low + (low >> (2 * half - 1) & ones)) & ~ones
         share = jnp.where(sound, *np.array([1 / self.most, 1 / (self.most - 1 or 1)], rows.dtype))
         scale = (high / 4 - jax.lax.bitcast_convert_type(low, rows.dtype)) * share
         scale = jnp.maximum(scale, float(jnp.finfo(rows.dtype).tiny))
         scale = jax.lax.shift_right_logical(bits(jnp.where(sound, scale, -scale)) + ones, jnp.asarray(half, integer))
-        # A sum of its halves, since XLA repeats no reduction wherever a word is used.
+        # The word as a sum of its halves: XLA does not repeat a reduction at each use of its result.
         word = (low | scale)[:, None] & np.array([~ones, ones], integer)
         word = jax.lax.optimization_barrier(jnp.sum(word, axis=1, dtype=integer))
         grid = self._grid(word, rows.shape)
@@ -124,20 +124,20 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
+    """Codes (rows, entries), packed into bytes: a byte has one code of each of the 8 / bits parts of a row."""
     parts = codes.reshape(len(codes), 8 // bits, -1)
-    # No two have a bit in common. A sum, since XLA repeats no reduction where its result is taken apart again.
+    # The parts have no bit in common. Their sum, since XLA does not repeat a reduction where its result is unpacked.
     return jnp.sum(parts << np.arange(0, 8, bits, dtype=np.uint8)[:, None], axis=1, dtype=jnp.uint8)
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
-    # Part by part: in one operation of all, with an array of shifts, XLA's code for a loop on a CPU is slow.
+    # Part by part: of one operation with an array of shifts XLA makes slow code in loops on a CPU.
     parts = [packed, *(packed >> np.uint8(i) for i in range(bits, 8, bits))]
     return jnp.concatenate(parts, axis=1) & np.uint8(2**bits - 1)
 
 
 def as_rows(x: jax.Array, group: int) -> jax.Array:
-    """An array's entries in groups, (groups, entries), of a type to compute in; the last entry fills the last group."""
+    """An array's entries in groups, (groups, entries), as wide floats; copies of the last entry fill the last group."""
     flat = x.reshape(-1).astype(wide(x.dtype))
     group = min(group, -(-flat.size // 8) * 8)
     if missing := -flat.size % group:
@@ -172,9 +172,9 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def random_words(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Words of 32 bits, any two of them independent, of which the upper bits are the better ones.
 
-    Each row and each column has a random word. The exclusive or of a row's and a column's is uniform, and those of two
-    places are independent: so what is linear in what is rounded has the variance of independent numbers. A product
-    breaks what relates four places (Patrascu & Thorup, "The power of simple tabulation hashing", 2012).
+    A place has the exclusive or of its row's and its column's random words. It is uniform, and those of two places are
+    independent: so a linear function of rounded entries has the variance of independent rounding. A product breaks the
+    relation between words of four places (Patrascu & Thorup, "The power of simple tabulation hashing", 2012).
     """
     rows, columns = shape
     # Two arrays of words: parts of one would be exchanged where the rows lie on several devices.

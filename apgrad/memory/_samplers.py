@@ -40,10 +40,10 @@ class Sampler(Protocol):
 
     The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
     attribute `shared` that is true draws the same for all examples: its memory is an array, or a tuple or list that
-    begins with one, from which restoring is linear, and the same along the axis for all. So a product that sums over
-    examples is taken of this small array, and its result is restored, from the product or, where the memory is a tuple
-    or list, from a tuple of the product and the second entry if there is one.
-    One with an attribute `fraction` keeps so much of the entries, and gives way to `through` where noise multiplies.
+    begins with one, and `restore` maps this array linearly, by one map along the axis for all examples. So a product
+    that sums over examples is taken of this small array, and `restore` is given the product in place of the array. In
+    place of a tuple or list it is given a tuple of the product and of the second entry, if there is one. A sampler with
+    an attribute `fraction` keeps so much of the entries; where noise would multiply, `through` takes its place.
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
@@ -73,7 +73,7 @@ def require_sampler(what: str, sampler: Any) -> Any:
         raise TypeError(f"{what} is {sampler.__name__} itself: call it, as in ap.memory.rounding(bits=4)")
     if sampler is not None and not isinstance(sampler, Sampler):
         without = " and ".join(name for name in ("keep", "restore") if not hasattr(sampler, name))
-        wanted = f"{what} has keep and restore, or is None, or chooses such ones"
+        wanted = f"{what} must have keep and restore, or be None, or be a function that returns a sampler"
         raise TypeError(f"{wanted}; got {sampler!r}, without {without}")
     try:
         hash(sampler)
@@ -197,8 +197,8 @@ class Sampling:
             return jax.random.randint(key, shape, 0, size), weight
         if k == size:
             return jnp.broadcast_to(jnp.arange(size), shape), weight
-        # Without replacement: the places of the k largest of d independent numbers. As floats, of which XLA need not
-        # sort all; 30 bits, from the smallest normal number on.
+        # Without replacement: the places of the k largest of d independent numbers. As floats, since XLA finds the k
+        # largest floats without sorting all; the 30 random bits begin at the smallest normal number.
         bits = (jax.random.bits(key, (*shape[:-1], size)) >> 2) + np.uint32(0x00800000)
         return jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1], weight
 
@@ -218,14 +218,14 @@ class Projection:
     shared = True
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Memory:
-        """X R sqrt(k/d), (..., k, ...), as large as X, with 0 where X is not finite; as bits, such columns and rows."""
+        """X R sqrt(k/d), (..., k, ...), with 0 where X is not finite; as bits, the columns and rows where it is not."""
         bad = ~jnp.isfinite(x)
         product = self._product(jnp.where(bad, 0, x), key, axis, 0, x.shape[axis], max(x.shape[axis], 1) ** -0.5)
         columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
         return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
     def restore(self, key: jax.Array, memory: Memory, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """(x R) R^T, with NaN where a row and a column that are not finite meet; of a sum over rows, in the columns."""
+        """(x R) R^T, NaN where a row and a column that are not finite meet; after a sum over rows, in such columns."""
         product, columns, *rows = memory
         size = like.shape[axis]
         found = self._product(product, key, axis, 1, size, size**0.5 / _kept(self.fraction, size))
@@ -236,7 +236,7 @@ class Projection:
         return jnp.moveaxis(jnp.where(bad, jnp.nan, found), -1, axis)
 
     def _product(self, x: jax.Array, key: jax.Array, axis: int, side: int, size: int, scale: float) -> jax.Array:
-        """With the signs (size, k), along their first or second axis, times the scale."""
+        """The product with the signs (size, k) along their axis number `side`, times the scale."""
         signs = jax.random.rademacher(key, (size, _kept(self.fraction, size)), x.dtype)
         product = jnp.tensordot(x, signs, (axis, side), precision="highest", preferred_element_type=wide(x.dtype))
         return (product * scale).astype(x.dtype)
@@ -271,12 +271,12 @@ class Heavy:
 
     def _counts(self, size: int) -> tuple[int, int]:
         k = _kept(self.fraction, size)
-        # One at least is sampled, unless all are kept: else the others would have no chance, a bias.
+        # At least one entry is sampled, unless all are kept: else the others would never be kept, which is a bias.
         winners = size if k == size else min(math.ceil(k / 2), k - 1)
         return winners, k - winners
 
     def _tail(self, key: jax.Array, order: jax.Array, rows: tuple[int, ...]) -> jax.Array:
-        """Places of the sampled losers: the r-th that is not a winner, r uniform."""
+        """Places of the sampled losers: each is the r-th entry that is no winner, with r uniform."""
         winners, losers = self._counts(rows[1])
         if losers == 0:
             return jnp.zeros((rows[0], 0), order.dtype)
@@ -300,7 +300,7 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept. An entry that is kept stands
         for those that are not, about 1 / fraction times itself: in float16 it is infinite if that is above 65,504.
-      replacement: whether entries are drawn with it, as in the paper; else noise is less, and a fraction of 1 is exact.
+      replacement: whether to draw with replacement, as in the paper; without, noise is less, and a fraction of 1 exact.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 
@@ -335,7 +335,7 @@ def projection(fraction: float) -> Projection:
 
 
 def heavy(fraction: float) -> Heavy:
-    """Keeps the largest entries, half of what it keeps, exactly with their places, and samples the others (WTA-CRS).
+    """Keeps the largest entries exactly, with their places, and a sample of the others, half and half (WTA-CRS).
 
     Args:
       fraction: as in `different_sample`.

@@ -1,4 +1,4 @@
-"""In which form a coefficient is remembered, and how it is made again: of slots, one for each array to remember."""
+"""In which form a coefficient is remembered, and how it is made again from slots, one for each array to remember."""
 
 import dataclasses
 import functools
@@ -48,8 +48,8 @@ class Coefficient(NamedTuple):
         a number; unique in the program. Of an input of a checkpointed block it ends in "inputs[number]".
       count: how often an array is remembered here: the product of the lengths of the scans around it.
       nbytes: the bytes of one array.
-      last: whether the coefficient's messages go to arguments only, and meet no other sampled coefficient, as those of
-        the input in a weight's gradient do: much noise there does no harm to other gradients.
+      last: whether the coefficient's messages go to arguments only, and meet no other sampled coefficient. An input in
+        the gradient of a weight is such a coefficient: much noise there does no harm to other gradients.
       order: for an image that a convolution takes, its axes as (example, positions ..., channels); else None. Samplers
         draw positions of an image, each with all its channels (Fig. 4 of the RAD paper).
     """
@@ -68,8 +68,8 @@ class CoefficientUse(NamedTuple):
 
     var: Any
     slots: dict[Any, int]  # the numbers of the slots that are needed, by their arrays
-    eqns: list[Any]  # which make the coefficient of these arrays
-    again: bool = False  # whether what they compute stays for other coefficients
+    eqns: list[Any]  # the equations that make the coefficient of these arrays
+    again: bool = False  # whether what the equations compute stays for other coefficients
 
 
 class Slot(NamedTuple):
@@ -94,7 +94,7 @@ class SlotMaker:
         choose: Any,
         where: str,  # the scope around the program
         count: int,  # how often it runs
-        stays: Collection[int] | None = None,  # numbers of the variables of which all others are computed again
+        stays: Collection[int] | None = None,  # numbers of the variables from which all others are computed again
     ):
         jaxpr = forward.jaxpr
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
@@ -141,7 +141,7 @@ class SlotMaker:
         found = self._sampler(source, last, name, eqn, order) if may else None
         if found is None or found[0] is None:
             return CoefficientUse(var, {v: self._exact(v) for v in leaves}, jaxprs.needed(self.eqns, [var], leaves))
-        drawn = self.shared.setdefault((source, found[0]), {})  # slots, and the steps that take them as bits
+        drawn = self.shared.setdefault((source, found[0]), {})  # for each slot the steps that take it, as a bit set
         slot = next((slot for slot, used in drawn.items() if not used & ancestors), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(Slot(source, "sampled", *found))
@@ -242,7 +242,7 @@ class OfPositions:
 
 
 def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
-    """The image's axes (example, positions ..., channels) in a weight gradient, which swaps the first and the last."""
+    """The image's axes (example, positions ..., channels); a kernel's gradient has examples and channels swapped."""
     if eqn.primitive.name != "conv_general_dilated" or number != 0:
         return None
     channels, examples, *positions = jaxprs.Parameters(eqn)["dimension_numbers"].lhs_spec
