@@ -86,7 +86,7 @@ def test_forward_must_return_a_pair(wrap):
 def test_a_memory_of_what_is_no_array_is_named(what, words):
     f = ap.node(ap.Propagator(lambda x: (x, {"kept": what}), lambda _, m: (m,)))
     assert f(1.0) == 1.0  # which remembers nothing
-    refused(TypeError, rf"memory\['kept'\] is no array.*{words}.*closes over", jax.grad(f), 1.0)
+    refused(TypeError, rf"memory\['kept'\] is no array.*{words}.*close over", jax.grad(f), 1.0)
 
 
 class Scale:

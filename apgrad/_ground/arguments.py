@@ -1,4 +1,4 @@
-"""What users give: arguments by their numbers, anything else by a name, and numbers that JAX may have traced."""
+"""Checks of what users give: numbers (JAX may trace them), argument numbers, names, functions and parameters."""
 
 import contextlib
 import difflib
@@ -34,7 +34,7 @@ def whole(what: str, value: Any, least: int = 1, most: float = math.inf) -> int:
 
 
 def number(what: str, value: Any, *, positive: bool = False, signed: bool = False) -> None:
-    """Refuses what is no finite number of at least 0 or, as asked, above 0 or of any sign; traced numbers pass."""
+    """Refuses what is no finite number >= 0 (`positive`: > 0, `signed`: of any sign); traced numbers pass."""
     good = not isinstance(value, bool | str) and np.ndim(value) == 0
     if not (good and meets(value, lambda x: np.isfinite(x) & (signed | ((x > 0) if positive else (x >= 0))))):
         bound = " above 0" if positive else "" if signed else " of at least 0"
@@ -42,7 +42,7 @@ def number(what: str, value: Any, *, positive: bool = False, signed: bool = Fals
 
 
 def bounds(what: str, value: Any) -> None:
-    """Refuses what is no pair of finite numbers in order; traced numbers pass."""
+    """Refuses what is not a pair of finite numbers, the lower one first; traced numbers pass."""
     try:
         low, high = value
         good = meets((low, high), lambda x: x.ndim == 1 and np.all(np.isfinite(x)) and x[0] <= x[1])
@@ -53,7 +53,7 @@ def bounds(what: str, value: Any) -> None:
 
 
 def require_call(what: str, function: Callable[..., Any], names: Sequence[str], hint: str = "") -> None:
-    """Refuses a function that does not take so many arguments by position; one without a signature passes."""
+    """Refuses a function that does not take these arguments by position; a function without a signature passes."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -67,7 +67,7 @@ def require_call(what: str, function: Callable[..., Any], names: Sequence[str], 
 
 @contextlib.contextmanager
 def noted(text: str, kinds: Any = Exception) -> Iterator[None]:
-    """Adds a line to errors of these kinds within it, such as what of the user's is called there, and how."""
+    """Adds the text to errors of these kinds that are raised inside, such as which function of the user's is called."""
     try:
         yield
     except kinds as error:
@@ -99,10 +99,10 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     given = integers(argnums, "argnums")
     for n in given:
         if not -count <= n < count:
-            raise ValueError(f"argnums has {n}, but it is called with {count} positional arguments (keywords aside)")
+            raise ValueError(f"argnums has {n}, but the function got {count} positional arguments (keywords aside)")
     numbers = tuple(n % count for n in given)
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")
+        raise ValueError(f"argnums {argnums} name one of the {count} arguments twice. Give each once.")
     return numbers
 
 
@@ -127,5 +127,5 @@ def meets(value: Any, condition: Callable[[np.ndarray], Any]) -> bool:
         return bool(known.dtype.kind not in "cSUT" and np.all(condition(known)))
     except jax.errors.TracerArrayConversionError:
         return True
-    except TypeError:  # of what is no number, as None or a function
+    except TypeError:  # not a number, such as None or a function
         return False

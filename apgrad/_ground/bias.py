@@ -1,26 +1,26 @@
 """Whether the mean of many estimates is the truth: one decision for all the elements of a pytree.
 
-An estimate without bias is called biased as rarely as a normal number exceeds `bound`, however many elements there are.
+An unbiased estimate is called biased as rarely as a normal number is beyond ±`bound`, for any number of elements.
 
 *Many elements.* The samples come in m blocks, with sums S_b of (estimate - truth). An element's statistic T,
 
     T^2 = (sum_b S_b)^2 / sum_b S_b^2,
 
-grows with Student's t of m - 1 degrees of freedom. Without bias its distribution is nearly what it is when each block
-gets a random sign (the wild bootstrap). Elements that depend on each other share their signs; so the largest T of 1,000
-draws of signs says of how many independent elements the largest is, k: the smallest p-value counts k times.
+is a growing function of Student's t with m - 1 degrees of freedom. Without bias, random signs for the blocks' sums
+leave its distribution nearly as it is (the wild bootstrap). A block's elements have one sign, so that the largest T in
+1,000 draws of signs shows how many independent elements, k, have so large a T. The smallest p-value is multiplied by k.
 
-*Elements that few samples reach*: fewer than 30 draws unlike the usual one make no standard error. All the elements of
-their array (and of all arrays of 30 elements and more) are judged together, by the U-statistic of the squared bias
+*Elements that few samples reach.* Fewer than 30 samples unlike the median make no standard error. All the elements of
+such an element's array (and of any array of 30 or more) are judged together, by the U-statistic of the squared bias
 
     U = sum over b != c of <S_b, S_c> = sum over b != c of G_bc,
 
-whose mean is the squared bias; its tail is a chi-square's with its moments under random signs, 0, 2 sum G^2, 8 tr G^3.
+of mean 0 without bias; its tail is a chi-square's with U's moments under random signs, 0, 2 sum G^2, 8 tr G^3.
 
-*Such elements one by one.* Jumps of the size R that is seen in their array may just not have happened, and a mean may
-be off by sqrt(2 V L / n) + R L / n, L = log(2 elements / p), V the mean square of (estimate - truth) (Bernstein's
-inequality). Where nothing varies, the mean must be the truth to ten float32 roundings: of the element, or of the
-array's norm for all elements together that are off by so little in every sample.
+*Such elements one by one.* An element may have jumps as large as R, the largest in its array, that no sample shows. So
+its mean may be off by sqrt(2 V L / n) + R L / n, L = log(2 elements / p), V the mean square of (estimate - truth)
+(Bernstein's inequality). Where nothing varies, the mean may be off by ten float32 roundings: of the element, or of the
+array's norm, if all the elements that are off by so little in every sample are so together.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from scipy import special
 
-NEEDED = 30  # draws unlike the usual one that make a standard error
+NEEDED = 30  # how many samples unlike the median make a standard error
 BLOCKS = 100
 TINY = 1e-150
 ROUNDING = 10 * float(np.finfo(np.float32).eps)
@@ -43,7 +43,7 @@ class Distance(NamedTuple):
     bound: float  # how many standard errors chance explains
     words: str  # what an error says
     visible: float = 0.0  # the smallest bias that would have been found
-    # Whether `visible` is no bias of a single element, but of all elements of an array together that few samples reach.
+    # Whether `visible` is the root mean square bias of an array, some of whose elements few samples reach.
     on_average: bool = False
 
 
@@ -57,7 +57,7 @@ class _Leaf(NamedTuple):
     mean: np.ndarray
     error: np.ndarray
     rounded: np.ndarray  # off by rounding alone in every sample
-    exact: np.ndarray  # or in the mean
+    exact: np.ndarray  # off by rounding alone in every sample, or in the mean
 
     def mean_of(self, index: int) -> str:
         at = np.unravel_index(index, self.shape)
@@ -155,9 +155,9 @@ def _student(T: Any, m: int) -> Any:
 
 
 def _together(leaf: _Leaf, level: float, seen: bool) -> Distance:
-    """The test of the squared bias of all elements of an array, by U; `seen`: it says what bias would be seen."""
+    """The test of the squared bias of all elements of an array, by U; with `seen` it says which bias it would find."""
     bound = float(-special.ndtri(level / 2))
-    # What is off by rounding alone, in every sample, is not off. (A mean that is the truth by chance has to count.)
+    # An element that is off by rounding alone in every sample counts as right; if only its mean is, this may be chance.
     sums = _blocks(np.where(leaf.rounded, 0.0, leaf.samples - leaf.truth))
     G = sums @ sums.T
     np.fill_diagonal(G, 0)

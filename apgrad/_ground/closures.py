@@ -1,7 +1,7 @@
-"""What Python functions reach without a call: traced arrays, which a node then takes as inputs; modules of a model.
+"""What Python functions refer to: traced arrays, which a node then takes as inputs, and the modules of a model.
 
-A `custom_vjp` function may not close over traced arrays: a differentiated array would get no message, and for others
-JAX says much later "No constant handler for type DynamicJaxprTracer".
+A `custom_vjp` function may not close over traced arrays: a differentiated array would get no message, and for any other
+array JAX fails much later, with "No constant handler for type DynamicJaxprTracer".
 """
 
 import contextlib
@@ -16,12 +16,12 @@ import jax
 
 _LIBRARIES = tuple(sysconfig.get_path(path) for path in ("stdlib", "purelib", "platlib"))
 
-_WORLD = ("builtins", "jax", "jaxlib", "numpy", "functools", "types")  # whose objects are not looked into
+_WORLD = ("builtins", "jax", "jaxlib", "numpy", "functools", "types")  # attributes of their objects are not looked into
 
 
 def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """All that closures, defaults, attributes, `partial`s and pytrees reach; with `code` also the globals it names."""
-    seen: dict[int, Any] = {}  # with the objects, since the id of one that is gone may come again
+    """All that closures, defaults, attributes, `partial`s and pytrees hold; with `code` also globals that it names."""
+    seen: dict[int, Any] = {}  # keeps the objects: a deleted object's id may come again
     queue = list(functions)
     while queue:
         found = queue.pop()
@@ -49,7 +49,7 @@ def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] 
 
 
 def _parts(found: Any, is_leaf: Callable[[Any], bool] | None) -> list[Any]:
-    """What a container holds, or itself, one level deep: a dictionary whose keys have no order is no pytree."""
+    """What a container holds, or the object itself, one level deep. JAX opens no dictionary with unsortable keys."""
     if isinstance(found, Mapping | set | frozenset):
         return [*(found.values() if isinstance(found, Mapping) else found)]
     return jax.tree.leaves(found, is_leaf=lambda x: x is not found or (is_leaf is not None and is_leaf(x)))
@@ -62,7 +62,7 @@ def _attributes(found: Any) -> list[Any]:
 
 
 def _globals(code: types.CodeType, known: Mapping[str, Any]) -> list[Any]:
-    """The globals that code names, of modules among them the attributes that it names, and the same of inner code."""
+    """The globals that code and its inner functions name, and the attributes that they name of modules among these."""
     found = [known.get(i.argval) for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     found += [getattr(x, name, None) for x in found if isinstance(x, types.ModuleType) for name in code.co_names]
     for inner in code.co_consts:

@@ -1,4 +1,4 @@
-"""Files: names for the leaves of a pytree, by which arrays are stored, and writing in one step."""
+"""Files: names under which the leaves of a pytree are stored, atomic writing, and locks."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile."""
+    """Writes a file so that it is complete or as it was before, even if the process is killed meanwhile."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         temporary = Path(file.name)
         try:
@@ -39,7 +39,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, problem: str) -> Iterator[None]:
-    """Holds a lock on the file, if the system has locks; a ValueError names the problem and the process that has it."""
+    """Holds a lock on the file, if the system has locks; a ValueError names the process that holds it already."""
     with path.open("a+") as file:
         if fcntl is not None:
             try:

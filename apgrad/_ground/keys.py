@@ -8,7 +8,7 @@ import numpy as np
 
 
 def is_key(x: Any) -> bool:
-    """Whether it is one PRNG key, typed or raw. Four words are a key of "rbg", whatever the default implementation."""
+    """Whether x is one PRNG key, typed or raw. Four words are a key of "rbg", whatever the default implementation."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.ndim == 0
     return getattr(x, "dtype", None) == jnp.uint32 and jnp.shape(x) in (_raw_shape(), (4,))
@@ -24,12 +24,12 @@ def require_key(what: str, key: Any, hint: str = "") -> jax.Array:
 
 
 def again(key: jax.Array) -> jax.Array:
-    """The same key, to repeat in a backward pass what was drawn with it: no use of a key twice by mistake."""
+    """The same key, to draw again in a backward pass. `jax.debug_key_reuse` takes it for another one."""
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=jax.random.key_impl(key))
 
 
 def spent(key: jax.Array) -> jax.Array:
-    """The same key, of which `jax.debug_key_reuse` has seen that it is used; the bits are nowhere needed."""
+    """The same key; `jax.debug_key_reuse` counts the original as used, by bits that are drawn for this and dropped."""
     jax.random.bits(key)
     return again(key)
 
@@ -40,7 +40,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, deviation: float 
 
 
 def hashed(key: jax.Array, numbers: Any) -> jax.Array:
-    """A key for each number, an array of integers: `jax.random.fold_in` by a hash that compiles and runs in no time."""
+    """A key for each of an array of integers: `jax.random.fold_in` by a hash that is quick to compile and to run."""
     size = jax.random.key_data(key).size
     places = jnp.asarray(numbers).astype(jnp.uint32)[..., None] * np.uint32(size) + np.arange(size, dtype=np.uint32)
     words = mixed(key, places)
@@ -50,9 +50,9 @@ def hashed(key: jax.Array, numbers: Any) -> jax.Array:
 def mixed(key: jax.Array, numbers: jax.Array) -> jax.Array:
     """A random word for each number: the exclusive or of a hash with each of the key's words.
 
-    The hash is lowbias32 (C. Wellons, "Prospecting for hash functions", 2018). Where optimization barriers are dropped
-    the reduction stands for one: XLA does not mix again at each entry of what the words are used for, and words of one
-    shape, whatever the key comes from, are compiled once.
+    The hash is lowbias32 (C. Wellons, "Prospecting for hash functions", 2018). Where XLA drops optimization barriers,
+    the reduction has their effect: XLA does not hash again for each entry that uses a word, and words of one shape are
+    compiled once, wherever the key comes from.
     """
     data = jax.random.key_data(key)
     places = np.arange(data.size, dtype=np.uint32) * np.uint32(0x85EBCA6B)

@@ -86,7 +86,7 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 
 
 def tuple_of(count: int, what: str, value: Any) -> tuple[Any, ...]:
-    """The value, which is what a function of the user's returned; `what` says which one returns what."""
+    """The value, if it is a tuple of this length; else an error: `what` says what a user's function must return."""
     if not (isinstance(value, tuple) and len(value) == count):
         raise TypeError(f"{what}, got {describe(value)}")
     return value

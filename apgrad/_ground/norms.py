@@ -1,4 +1,4 @@
-"""The Euclidean norm of pytrees, and pytrees scaled to it, where squares, sums and inverses may overflow or vanish."""
+"""Euclidean norms of pytrees, and pytrees scaled to a norm, where squares, sums and inverses may overflow or vanish."""
 
 import functools
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def rescaled(tree: Any, norm: Any, *, shorten: bool = False) -> Any:
 
 
 def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """A size, near the largest number, and the norm of tree / size: no square of a finite number overflows."""
+    """A size, near the tree's largest number, and the norm of tree / size: no square of a finite number overflows."""
     wide = widened(tree)
     limits = jnp.finfo(jnp.float32 if not wide else wide[0].dtype)
     # The inverse of the size is a normal number too.
@@ -54,6 +54,6 @@ def _widest(dtypes: Iterable[Any]) -> Any:
 
 def largest(sizes: list[jax.Array]) -> jax.Array:
     """The largest of n arrays of sizes, element by element."""
-    # XLA makes n - 1 cheap operations of a maximum over what was just stacked, and repeats them in the loop of each
-    # array that is divided by it: n times n of them. An absolute value between, which changes no size, prevents it.
+    # XLA turns a maximum over stacked arrays into n - 1 cheap operations, and repeats them in the loop of each of the n
+    # arrays that are divided by the maximum. An absolute value in between, which changes no size, prevents this.
     return jnp.max(jnp.abs(jnp.stack(sizes)), axis=0)

@@ -14,7 +14,7 @@ from apgrad._ground.primitives import mapped_with
 
 
 def refuse_arithmetic(cls: Any, instead: str) -> None:
-    """Makes `+`, `*` and `@` an error for a pair of value and port, which as a tuple would be joined or repeated."""
+    """Makes `+`, `*` and `@` errors for a pair of value and port: being a tuple, it would be joined or repeated."""
 
     def refuse(self, other):
         raise TypeError(f"a {cls.__name__} has no arithmetic, since its messages would be lost: {instead}")
@@ -72,7 +72,7 @@ class Signal(NamedTuple):
           (4, 3, 8)
         """
         zeros = port(jax.ShapeDtypeStruct((*value.shape, whole("message_size", message_size)), value.dtype))
-        return cls(value, mapped_with(zeros, value))  # else a message would be the sum over all copies
+        return cls(value, mapped_with(zeros, value))  # else, under vmap, a message would be the sum over all copies
 
 
 refuse_arithmetic(Signal, "a function of signals is mplp.wire(jnp.add, a, b), mplp.activation or another node")

@@ -63,7 +63,7 @@ def _refuse(primitive, tree, reason):
 
 
 def refuse_message(tree: Any, reason: str) -> Any:
-    """Returns the pytree; a message to it that anybody uses raises `TypeError(reason)`; in forward mode it is NaN."""
+    """Returns the pytree; using a message to it raises `TypeError(reason)`; in forward mode its tangent is NaN."""
     refuse = lambda x: _refuse_message_p.bind(x, reason=reason) if isinstance(x, jax.Array) and is_inexact(x) else x
     return jax.tree.map(refuse, tree)
 
@@ -76,7 +76,7 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 def mapped_with(tree: Any, others: Any) -> Any:
     """The pytree, whose floating-point arrays `jax.vmap` maps where it maps any of the other arrays.
 
-    Else the message is the sum over all copies, and each copy of what a `custom_vjp` function remembers answers it.
+    Else the message is the sum over all copies, and each copy of a node's memory would answer that sum.
     """
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     if not arrays:
@@ -86,7 +86,7 @@ def mapped_with(tree: Any, others: Any) -> Any:
 
 
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
-    """Returns the array as it is, and leaves a mark for those who read the program; it says whether `vmap` maps it."""
+    """Returns the array as it is, and leaves a mark in the program, which also says whether `vmap` maps the array."""
     return _mark_p.bind(x, kind=kind, label=label, mapped=False)
 
 
@@ -95,7 +95,7 @@ def _first(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def elementwise(name: str, jvp: Any = None, implementation: Callable[..., Any] = _first) -> Primitive:
-    """A primitive whose derivative is by `jvp`, or the primitive again and the tangent as it came."""
+    """A primitive with the derivative rule `jvp`; without a rule, the first operand's tangent passes unchanged."""
     primitive = Primitive(name)
     primitive.def_impl(implementation)
     primitive.def_abstract_eval(_first)
@@ -148,10 +148,10 @@ def _refuse_batching(axis, values, dims, *, reason):
     raise ValueError(reason)
 
 
-# Its derivative has the primitive again, and no plain zeros: the next derivative must still find x in the zero.
+# The derivative has the primitive again instead of plain zeros: the next derivative must still find x.
 _zero_p = elementwise("zero_with_gradient", implementation=jnp.zeros_like)
 _refuse_p = elementwise("refuse_derivative", _refuse_jvp)
-# Of a linear function such as a backward pass, which is no derivative: one would have raised the error before.
+# A linear function, such as a backward pass, may be transposed: a derivative would have raised the error before.
 ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
 _refuse_second_p = elementwise("refuse_second_derivative", _refuse_second_jvp)
 # The second operand says by its axes where the output is mapped, and is otherwise not looked at.

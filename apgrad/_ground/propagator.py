@@ -28,7 +28,7 @@ class Propagator(NamedTuple):
       forward: `(*inputs) -> (output, memory)`, all of them pytrees of arrays.
       backward: `(memory, message) -> messages`, where `message` has the form of the output, and `messages` is a tuple
         with one message for each input, of that input's form. `None` stands for zeros, for an input or a part of one.
-        Integers, Booleans and PRNG keys get no message, and an integer output has one of JAX's dtype `float0`.
+        Integers, Booleans and PRNG keys get no message, and the message to an integer output has JAX's dtype `float0`.
 
     Example:
       >>> import jax, apgrad as ap
@@ -50,7 +50,7 @@ def node(
 
     Args:
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
-      perturbed: call `forward(*inputs, perturbed=flags)`; bools, structured as the inputs, say what is differentiated.
+      perturbed: call `forward(*inputs, perturbed=flags)`, with a bool for each array: is it differentiated?
       named_axes: names and sizes of axes that are mapped around `backward`, but not around the call of the node.
 
     Raises:
@@ -87,7 +87,7 @@ def node(
         if perturbed:
             flags = jax.tree.map(lambda p: p.perturbed, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
             inputs = jax.tree.map(lambda p: p.value, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
-            # JAX has no symbolic zeros there, nor named axes.
+            # In a shard_map that checks what varies JAX has neither symbolic zeros nor named axes.
             require_unchecked("ap.randomize, total propagation and cross-fitting are differentiated", inputs)
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
@@ -95,7 +95,7 @@ def node(
         _require_arrays(memory)
         if not any(is_inexact(x) for x in jax.tree.leaves(output)):
             raise ValueError(
-                "a propagator is differentiated, but its output has no floating-point array, and no other gets "
+                "a propagator is differentiated, but its output has no floating-point array, and only these get "
                 "messages. Return it in the input's dtype, as ap.skip does; or call the function without ap.node."
             )
         residual = memory, form_of(inputs), Static(tuple(map(varying, jax.tree.leaves(inputs))))
@@ -158,7 +158,7 @@ class _Residuals:
         return number, leaves, [jnp.zeros(0)] * (size - len(leaves))
 
     def require_equal(self, memory: Any, error: Exception) -> None:
-        """Where it is not known how many arrays a structure may have, all must have as many as the first."""
+        """If tracing the largest memory raised this error, all memories must have as many arrays as the first one."""
         count = len(jax.tree.leaves(memory))
         if self.counts not in (None, count):
             raise error
@@ -177,7 +177,7 @@ _CLOSURE = (
 
 
 def _opened(propagator: Propagator, inputs: Any, named_axes: Sequence[tuple[str, int]]) -> Any:
-    """Calls a node whose functions may close over traced arrays, as inputs; those of `forward` refuse derivatives."""
+    """Calls a node whose functions close over traced arrays, as its inputs; those of `forward` refuse derivatives."""
     form = form_of(inputs)
     forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
     output, memory = jax.eval_shape(forward, *inputs, *outside)
@@ -290,7 +290,7 @@ def _back(name, propagators, memory, message, merge=lambda messages, message, fo
 
 
 def skip(propagator: Propagator) -> Propagator:
-    """The propagator's forward; backward, the message passes over the node as it came.
+    """The propagator's forward; on the way back, the message passes the node unchanged.
 
     Proppo's SkipProp does so for the nodes before it. The straight-through estimator (Bengio et al., 2013). An integer
     output of a floating-point input comes in the input's dtype, since JAX carries no message to an integer.
@@ -390,13 +390,13 @@ def _require_arrays(memory: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(memory):
         if not (isinstance(x, bool | int | float | complex) or hasattr(x, "dtype") or hasattr(x, "__jax_array__")):
             at = f"a propagator's memory{jax.tree_util.keystr(path)} is no array"
-            raise TypeError(f"{at}, got {describe(x)}. What is known beforehand is what backward closes over.")
+            raise TypeError(f"{at}, got {describe(x)}. Let backward close over what is known beforehand.")
 
 
 def _instantiate(message: Any) -> Any:
     # A symbolic zero stands for an array, and has its shape and dtype; `jax.vjp` takes a Python number for a scalar.
     if isinstance(message, SymbolicZero):
-        if message.dtype == jax.dtypes.float0:  # of an integer; jax.numpy has none where the integer was Python's
+        if message.dtype == jax.dtypes.float0:  # of an integer; jax.numpy makes no zeros of float0 for Python's
             return np.zeros(message.shape, message.dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
         return jnp.zeros_like(message)  # pyright: ignore[reportArgumentType]
     return message if hasattr(message, "dtype") else jnp.asarray(message)
