@@ -6,8 +6,8 @@ and if the call's key is independent of all the keys that went into state and pa
 
 *By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_moments.py`). A node sees
 its own variance, and not what cancels between nodes. Hence a *guard*: messages go back twice, with these weights and by
-reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
-twice the variance. The mean of a full window leaves out its largest change: one of the two that an explosion makes.
+reparameterization alone, and the call returns the gradient that varied less in earlier calls, by |g(k) - g(k-1)|^2, on
+average twice the variance. A full window's mean leaves out the largest one, as an explosion makes two.
 
 *What is slow.* After an explosion the likelihood ratio keeps its weight for one or two windows; else there is no delay.
 """
@@ -28,18 +28,18 @@ from apgrad.expectations._channels import ROW, visits
 from apgrad.expectations._ledger import Ledger, TapePlan, differs
 from apgrad.expectations.mixing import _moments as moments
 
-SHORTER = 10  # how many times shorter the second window is
-NONE = float(np.finfo(np.float32).max)  # where no change is known: no NaN, at which `jax_debug_nans` would stop
+SHORTER = 10  # how many times shorter the short window is
+NONE = float(np.finfo(np.float32).max)  # stands for an unknown change; `jax_debug_nans` would stop at a NaN
 
 
 class AdaptiveState(NamedTuple):
     """What earlier calls left: a pytree of arrays, to be carried through training and kept in checkpoints.
 
     Attributes:
-      moments: means over two windows, of the block of calls before and of this one, float32 (2, 2, visits, cells, 5).
+      moments: for each window the means of the previous block of calls and this one, (2, 2, visits, cells, 5), float32.
       count: how many calls there were, an int32 scalar.
       last: with `by_state` (else None) the last gradients by reparameterization and by the weights, arrays (2, ...).
-      changes: likewise, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), the largest float32 where none was.
+      changes: likewise log |g(k) - g(k-1)|^2 of both, float32 (window, 2); the largest float32 where none is known.
     """
 
     moments: jax.Array
@@ -51,7 +51,7 @@ class AdaptiveState(NamedTuple):
     def guarded(self) -> jax.Array:
         """With `by_state`, whether the next call takes reparameterization alone, a Boolean scalar."""
         if self.changes is None:
-            raise ValueError("only an ap.adaptive(..., by_state=True) has a guard, and this state is of one without")
+            raise ValueError("only an ap.adaptive(..., by_state=True) has a guard, and this state is without by_state")
         known = self.changes[:, :1] != NONE
         calls, ordered = jnp.sum(known), jnp.sort(jnp.where(known, self.changes, jnp.inf), axis=0)
         left = jnp.arange(len(self.changes)) < calls - calls // len(self.changes)
@@ -89,9 +89,9 @@ def adaptive(
       program: as in `expectation`. Its mixers have two estimators and the default weights, as `total_propagation()`.
       lanes: as in `expectation`, at least 2.
       argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
-      window: how many calls are remembered for sure; all are forgotten after twice as many.
-      by_state: give each part of a node's state space its own weights, and take reparameterization alone where that was
-        better so far: for gradients that explode in one part. It takes two reverse passes, and the state two gradients.
+      window: how many calls are always remembered; no call is remembered for more than twice as many.
+      by_state: give each part of a node's state space its own weights, for gradients that explode in one part, and take
+        reparameterization alone while that varies less. It takes two reverse passes, and the state two gradients.
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
 
@@ -176,7 +176,7 @@ def adaptive(
         if by_state:
             require_state((gradients, jnp.zeros((window, 2))), (state.last, state.changes))
             change = jax.vmap(_log_square)(jax.tree.map(jnp.subtract, gradients, state.last))
-            # The gradient of init has other weights.
+            # The first difference does not count: the gradient of init was made with other weights.
             changes = state.changes.at[(state.count - 1) % window].set(jnp.where(state.count > 1, change, NONE))
             after = after._replace(last=gradients, changes=changes)
             gradients = jax.tree.map(lambda g: jnp.where(state.guarded, *g), gradients)

@@ -1,7 +1,7 @@
 """What authors of nodes ask of a tape: credit, ports, and declarations.
 
-`credit` charges the costs after a random choice to the choice. The array of a `Port` of its own is an input of a node
-(`request`) and an output (`put`): its `backward` gets there what later nodes sent, and sends on to earlier ones.
+`credit` charges a random choice with the costs after it. The array of a `Port` that a node adds is an input of the node
+(`request`) and an output (`put`): there its `backward` gets what later nodes sent, and sends to earlier nodes.
 """
 
 import functools
@@ -36,11 +36,11 @@ def credit(
     """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
     Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
-    `zero` is not finite, the lane's total and the derivative are NaN. An array for a baseline, (lanes,), or with
-    `parts`, the second axis of `zero`, (lanes, parts), is a function of what was there before the choice; `learn`
-    trains it by the gradient of (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the
-    lane is in no leave-one-out baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of
-    later costs (`_score.py`). With `of_choose`, a choice of `ap.choose`, a warning gives other advice.
+    `zero` is not finite, the lane's total and the derivative are NaN. A `baseline` that is an array, (lanes,), or
+    (lanes, parts) where `parts` are the second axis of `zero`, must not depend on the choice; `learn` trains it by the
+    gradient of (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the lane is in no
+    leave-one-out baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of the weight of later costs
+    (`_score.py`). `of_choose` says that the choice is of `ap.choose`, where a warning gives other advice.
     """
     ledger = tape._require_current(name)
     ledger.declared["scoring"] = name
@@ -55,7 +55,7 @@ def credit(
     others, standardized = isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:
         few = f"needs at least 2, got lanes={tape.lanes}"
-        hint = "Use more lanes, or baseline=None, which ap.choose and ap.score take themselves, else the estimator."
+        hint = "Use more lanes, or baseline=None: an argument of ap.choose and ap.score, else of the estimator."
         raise ValueError(f"{name}: the baseline {baseline!r} is a mean over lanes and {few}. {hint}")
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
@@ -73,7 +73,7 @@ def credit(
         mark(zero, Mark.SCORE, zero.ndim)
         if others:
             ledger.declared["baselined"] = name
-            if weighed is None:  # else the lanes' own values are given from outside
+            if weighed is None:  # values of `ap.score` are given for each lane anyway
                 mark(zero, Mark.LEAVES_ONE_OUT, (name, of_choose))
         return tape._follow()
 
@@ -168,7 +168,7 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
     if not parts:
         return False
     if len(shape) < 2 or shape[1] < 1:
-        raise ValueError(f"{what}: with parts=True a sample is (lanes, parts, ...), a part at least, got {shape}")
+        raise ValueError(f"{what}: with parts=True a sample is (lanes, parts, ...), and parts >= 1, got {shape}")
     tape._require_current(what).parts.setdefault(shape[1], what)
     return True
 

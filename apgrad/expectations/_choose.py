@@ -3,9 +3,9 @@
 A choice x ~ p(theta) is followed by the cost c(x) and by a value y(x), and y by further costs R(y). The expectation
 J = E[c(x)] + E[R(y(x))] has two terms, and each of them has an estimator of its own.
 
-* *The cost of the continuation.* The estimator may evaluate c where it likes. It answers with a C such that C and its
-  derivatives are right in expectation, given the past. The tape adds C as a cost **before** the choice is credited: its
-  term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`), right to every order to which C is.
+* *The cost of the continuation.* The estimator may evaluate c where it likes. It answers with a C that is right in
+  expectation, given the past, and so are its derivatives. The tape adds C as a cost **before** the choice is credited:
+  its term is `C exp(p)`, p the zeros of the earlier choices alone (`_tape.py`), right to the orders to which C is.
 * *What follows y.* Costs after y are known for the sample x alone, and charged by the likelihood ratio. Where the
   continuation hands on no array, there is no score. The derivative of y at the fixed sample is JAX's.
 """
@@ -41,7 +41,7 @@ def choose(
     *args: Any,
     baseline: Baseline = "leave_one_out",
 ) -> tuple[Tape, Any]:
-    """Samples a distribution and goes on with a function of the sample, which the estimator evaluates at alternatives.
+    """Samples a distribution and calls the continuation with the sample; the estimator also calls it at alternatives.
 
     Args:
       tape: the current tape.
@@ -60,8 +60,8 @@ def choose(
         take, or a continuation that does not return a scalar cost and a value.
 
     Warns:
-      UserWarning: at trace time, where nothing goes on and the cost is a sum of terms that see one entry of the lane's
-        choices each, such as the mean over a minibatch: then each choice pays for the others' costs.
+      UserWarning: at trace time, where y holds no array and the cost is a sum of terms, each of which sees one of the
+        lane's choices, such as the mean over a minibatch: then each choice pays for the others' costs.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -75,7 +75,7 @@ def choose(
         instead = "ap.stochastic(estimator) or ap.sample(tape, distribution, estimator), and costs to the tape"
         raise TypeError(f"choose: {estimator.name} does not look at alternatives of a choice; give it to {instead}")
     if not isinstance(estimator, ChoiceEstimator):
-        raise TypeError(f"choose needs an estimator as ap.arm(), got {estimator!r}. Did you forget the parentheses?")
+        raise TypeError(f"choose needs an estimator like ap.arm(), got {estimator!r}. Did you forget the parentheses?")
     what = f"choose ({estimator.name})"
     baselines.require_baseline(what, baseline)
     require_tape(what, tape)

@@ -1,18 +1,18 @@
 """Messages clipped lane by lane: a bound on what one lane can do to a gradient.
 
-A node on the state bounds each lane's message m by the typical lane's:
+A node on the state bounds the length of each lane's message m by a multiple of the typical length:
 
     m' = m min(1, T / |m|),     T = factor exp(mean of log |m_j| over lanes j),
 
-with the mean over living lanes whose message is finite and not zero. One exploded lane moves a geometric mean as little
-as a median. T scales with the messages: units and horizon do not matter, and where all explode alike none is cut.
+with the mean over living lanes whose message is finite and not zero. One exploded lane hardly moves a geometric mean. T
+scales with the messages: units and horizon do not matter, and where all explode alike none is cut.
 
-*Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], and the gradient is that of
-no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages.
+*Bias.* The expected message is off by E[(1 - T / |m|)_+ m], which is no longer than E[(|m| - T)_+], and no objective
+has this gradient. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages.
 
-*What grows.* A lane whose cost is far from the others' has a long message from the beginning. Where it is one of few
-that a settled policy still misses, T cuts what would teach it. With `growth_only` the limit is max(T, |m_last|). Here
-m_last is the lane's message at the call that it comes back to first, made of costs alone: what grew from there is cut.
+*What grows.* A lane whose cost is far from the others' has a long message from the beginning. In the few lanes where a
+settled policy still fails, T cuts what would teach it. With `growth_only` the limit is max(T, |m_last|), with m_last
+the lane's message at the program's last call, made of later costs alone: what grew on the way back from there is cut.
 
 *What overflows.* An infinite message is cut to the limit, in the direction of its infinite components. NaN passes.
 """
@@ -54,14 +54,14 @@ def clip_lanes(
       tape: the current tape.
       x: the lanes' state, a pytree with the lanes as leading axis. All of it is one message, whose length is taken; for
         a limit for each array call the function for each. Arrays that are not floating point pass.
-      factor: how many times the typical length a message may have, a positive number, also infinity, or scalar array (a
-        traced one that is not positive makes messages NaN). Below 1, most messages are cut at every call, and decay.
+      factor: how many times the typical length a message may have: a positive number, also infinity, or a scalar array
+        (if it is traced and not positive, messages are NaN). Below 1, most messages are cut at every call, and decay.
       parts: the second axis numbers parts, as in `stochastic`; each is cut by itself, by the typical length of all.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`; False takes a finished episode out of the typical length.
       counts: `jnp.zeros(2)`, an argument of the program: its derivative counts messages cut, and messages not finite.
-      growth_only: cut no message below the length that it has at the call that it comes back to first, the program's
-        last. This is for a call at every step. What is infinite there is cut as ever. Calls on states of equal shapes
-        are taken for calls on one state.
+      growth_only: cut no message below its length at the program's last call, to which it comes back first. This is for
+        a call at every step. A message that is infinite at the last call is cut all the same. Calls on states of equal
+        shapes are taken for calls on one state.
 
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor not above 0.
@@ -127,7 +127,7 @@ def _backward(memory, messages):
         first = last == 0
         known = jnp.where(first, jnp.where(usable, length, -jnp.inf), jnp.log(jnp.where(first, 1, last)))
         limit = jnp.maximum(limit, known)
-    cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # a limit of NaN, of no positive factor, cuts
+    cut = (usable & ~(length <= limit)) | (infinite & (limit != jnp.inf))  # a limit of NaN (factor <= 0) cuts
     if last is not None:
         most = math.log(jnp.finfo(last.dtype).max) - 9  # so that a sum over the branches of `parallel` is finite
         sent = jnp.exp(jnp.minimum(jnp.where(cut, limit, length), most))
@@ -142,5 +142,5 @@ def _backward(memory, messages):
     return jax.tree.map(answer, message), last, counts, None, None, None
 
 
-_ONCE = "clip_lanes has no second derivative, since what it cuts is none: use it for first derivatives alone"
+_ONCE = "clip_lanes has no second derivative, since a cut message is no derivative: use it for first derivatives alone"
 _clip = node(first_order(Propagator(lambda x, last, counts, *rest: ((x, last), rest), _backward), _ONCE))

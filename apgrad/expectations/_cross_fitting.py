@@ -7,7 +7,7 @@ gradient. With one fold held fixed, the output of the other fold is a mixture wi
 
 The whole objective is a node, whose forward pass keeps the program's pullback, and whose backward pass maps the
 pullback over an axis of two streams (`in_two_streams`). A mixer's node inside looks at the messages of both streams
-(`both_streams`) and answers in each, of which the answer in the stream at hand goes on (`at_hand`).
+(`both_streams`) and answers in both, and its answer in the stream that is being mapped goes on (`at_hand`).
 """
 
 import functools
@@ -41,7 +41,7 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
         return weighing_node(f"an objective with {name}", propagator, perturbed=True)(*arrays, *closed_over)
 
     def forward(function, *arrays, perturbed):
-        # Nodes look for their target in what is perturbed, so nothing else may be.
+        # A node's target is what is perturbed of its inputs: only what is differentiated may be.
         chosen = [i for i, flag in enumerate(perturbed) if flag]
         differentiated, values = restrict(function, arrays, chosen)
         output, pullback = jax.vjp(differentiated, *values)
@@ -63,7 +63,7 @@ def weighing_node(what: str, propagator: Propagator, **options: Any) -> Callable
 
 
 def both_streams(to_x: jax.Array, folds: int) -> Streams:
-    """A node's messages in both streams. Only those to samples differ: no weight has touched costs-to-go."""
+    """A node's messages in both streams. Only messages to samples differ: costs-to-go are not weighed."""
     if folds == 1:
         return Streams(to_x, to_x)
     try:

@@ -1,8 +1,8 @@
 """What estimators ask of a distribution.
 
-A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. One with a pathwise derivative says
-so by `has_rsample` and offers `rsample(key)`; of one with a `cdf(x)` alone it follows from the implicit function
-theorem. Nothing else is used, but for `batch_shape` and `support` where the distribution has them.
+A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. A distribution with a pathwise
+derivative says so by `has_rsample` and has `rsample(key)`; if it has a `cdf(x)` instead, the derivative follows from
+the implicit function theorem. Besides, `batch_shape` and `support` are used if they exist.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from apgrad.expectations import _supports as supports
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """Distribution libraries mix dtypes and ranks of noise and parameters; users' code may run in strict modes."""
+    """Lets distribution libraries mix dtypes and ranks, as they do, where users' code runs in JAX's strict modes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -35,7 +35,7 @@ _unvalidated = jax.make_user_context(False)  # functions jitted or checkpointed 
 
 @contextlib.contextmanager
 def without_validation() -> Iterator[None]:
-    """Within it a `log_prob` of NumPyro's is its formula outside of the support, too, where it would be -inf."""
+    """In this context NumPyro's `log_prob` is its formula outside of the support, too; else it may be -inf there."""
     with numpyro.validation_enabled(False), _unvalidated(True):
         yield
 
@@ -67,11 +67,11 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
 
 
 def before_rounding(distribution: Any, key: jax.Array, x: jax.Array) -> jax.Array:
-    """What `x`, the sample of this key, was before it was rounded to half precision: the score is that of this one.
+    """What `x`, the sample of this key, was before it was rounded to half precision: the score is taken there.
 
     E[f(round(y)) score(y)] is the derivative of E[f(round(y))]. With score(round(y)) it would be too large by the
-    fraction d^2 / (12 s^2) for a normal of scale s, d being the distance between neighbouring numbers. NaN where `x` is
-    none of this key's samples, as an estimator may draw its own. A relaxed choice counts as not rounded.
+    fraction d^2 / (12 s^2) for a normal of scale s, d being the distance between neighbouring numbers. The result is
+    NaN where `x` is not this key's sample, since an estimator may draw its own. A relaxed choice counts as not rounded.
     """
     if not _is_half(x):
         return x
@@ -95,9 +95,9 @@ def require_unrounded(what: str, distribution: Any, x: jax.Array) -> None:
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 
-    It is `rsample`'s, or for a continuous univariate distribution with a `cdf` F and density f the implicit one,
-    dx = - (dF / dtheta) / f dtheta (Figurnov et al., 2018): Newton steps for F(x; theta) = F(x_0; theta_0) from the
-    sample x_0, which do not move it, three of which are right to the seventh derivative.
+    The derivative is that of `rsample`, or for a continuous univariate distribution with a `cdf` F and density f the
+    implicit one, dx = - (dF / dtheta) / f dtheta (Figurnov et al., 2018). It is made by Newton steps for F(x; theta) =
+    F(x_0; theta_0) from the sample x_0. They do not move x_0, and three of them give seven right derivatives.
     """
 
     def refuse(reason):
@@ -134,8 +134,8 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     """Zero, with the derivatives of the log-density at a fixed x, (*batch); NaN where rounding made them wrong."""
     require_density(what, distribution)
-    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
-    # once in ten million times) for impossible, though its density is finite and right.
+    # Validation would take a sample for impossible that was rounded to the bound of its support (an exponential's 0,
+    # once in ten million times), though its density is finite and right.
     with standard_promotion(), without_validation():
         density = log_prob(once_at_kinks(what, distribution), lax.stop_gradient(x), own=True)
         rounded = ~jnp.isfinite(lax.stop_gradient(density)) | _is_rounded(distribution, density.shape, x)
@@ -143,12 +143,12 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 
 
 def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any, ...] = ()):
-    """Whether samples, of this batch shape, lost to rounding what their score depends on.
+    """Whether rounding took from samples, of this batch shape, what their score depends on.
 
-    A sample near a location has, where neighbouring numbers may be more than a quarter of the scale there apart: `step`
-    is four times their distance, as the inverses of transforms stretch it.
-    A sample of the unit interval or the simplex has, where NumPyro clipped it to keep it away from the ends. Of Beta
-    and Dirichlet it has not (`_WithEnds`), if the inverses of the transforms `around` find the end again.
+    It did so near a location where neighbouring numbers are more than a quarter of the scale apart: `step` is four
+    times their distance, as the inverses of transforms stretch it. It did so in the unit interval or the simplex where
+    NumPyro clipped a sample away from the ends. For Beta and Dirichlet this does no harm (`_WithEnds`), if the inverses
+    of the transforms `around` them find the end again.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
@@ -162,7 +162,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     of_gammas = [_keeps_log_prob(p, _OF_GAMMAS) for p in (distribution, *supports.components_of(distribution))]
     high, low = x >= 1 - 4 * eps, x <= 1.0001 * tiny
     for near, end in ((high, 1 - eps), (high, 1 - 2 * eps), (low, tiny)) if around and any(of_gammas) else ():
-        # An end is no constant here: XLA would move it when it compiles, and round it in another way than samples.
+        # An end is no constant here: XLA would transform it when it compiles, with other rounding than for samples.
         start = moved = jnp.where(near, jnp.asarray(end, x.dtype), x)
         for move in (*around, *(move.inv for move in reversed(around))):
             moved = move(moved)
@@ -182,7 +182,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         scale = width = distribution.scale
     elif isinstance(distribution, dist.MultivariateNormal | dist.MultivariateStudentT):
         factor: Any = distribution.scale_tril
-        scale = jnp.diagonal(factor, axis1=-2, axis2=-1)  # given the components before
+        scale = jnp.diagonal(factor, axis1=-2, axis2=-1)  # of each component, given those before it
         width = jnp.linalg.norm(factor, axis=-1)
     elif isinstance(distribution, dist.LowRankMultivariateNormal):
         scale = jnp.sqrt(distribution.cov_diag)
@@ -195,14 +195,14 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
 
 
 def _at_ends(x):
-    """Whether samples are those to which NumPyro clips what is closer to 0, and to 1."""
+    """Two masks: the samples that NumPyro may have clipped near 0, and those that it may have clipped near 1."""
     limits = jnp.finfo(x.dtype)
     return x <= float(limits.tiny), x >= 1 - float(limits.eps)
 
 
 def require_density(what: str, distribution: Any) -> None:
     for part in supports.all_parts_of(distribution):
-        # The log_prob of a folded distribution knows no transform but AbsTransform, and NumPyro takes over its base's.
+        # The log_prob of a folded distribution knows AbsTransform alone, and NumPyro adds the transforms of its base.
         folds = supports.folds(part) and not (isinstance(part, dist.FoldedDistribution) and len(part.transforms) == 1)
         wrong = f"{what}: the log_prob of {type(part).__name__} is not the density of its samples"
         if isinstance(part, _NOT_A_DENSITY) or folds:
@@ -214,10 +214,10 @@ def require_density(what: str, distribution: Any) -> None:
 
 
 def once_at_kinks(what: str, distribution: Any) -> Any:
-    """The distribution, whose score is not differentiated where its density has a kink: that misses a delta function.
+    """The distribution; differentiating its score is an error where its density has a kink: a delta function is missed.
 
-    With p = exp(-|x - m|) / 2 and any f, the second derivative of E[f(x)] in m is E[f(x)] - f(m), of which no sample
-    tells f(m); the mean of f(x) times the second derivative of p / p, as it comes out at the samples, is E[f(x)].
+    With p = exp(-|x - m|) / 2 and any f, the second derivative of E[f(x)] in m is E[f(x)] - f(m), and no sample shows
+    f(m): the mean over samples of f(x) p'' / p, with p'' the second derivative beside the kink, is E[f(x)].
     """
 
     def kinks(part):
@@ -247,10 +247,10 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
 def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:
     """The log-density of values in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro's is not that of the samples of logits (`_OfLogits`), and of categorical or multinomial distributions: their
-    samples have the probabilities p / sum p, and log p has another derivative, also on the simplex. Where their logits
-    are large, such as sums of log-likelihoods, it is a small difference of large numbers: the largest is taken off.
-    Of the distribution's own samples the derivatives are those of the law that they have, see `_WithEnds`.
+    NumPyro's has wrong derivatives for logits (`_OfLogits`), and for categorical or multinomial distributions: samples
+    have the probabilities p / sum p, and log p has other derivatives, even if p sums to 1. For large logits, such as
+    sums of log-likelihoods, it is a small difference of large numbers: the largest logit is taken off. With `own`, the
+    values are the distribution's samples, and the derivatives are those of the samples' law, see `_WithEnds`.
     """
 
     def as_sampled(part):
@@ -277,7 +277,7 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
 
 
 def _keeps_log_prob(part, classes) -> bool:
-    """Whether a distribution is of one of these classes, with its log_prob: a subclass may have another."""
+    """Whether a distribution is of one of these classes and has its log_prob: a subclass may have another."""
     return any(isinstance(part, base) and type(part).log_prob is base.log_prob for base in classes)
 
 
@@ -292,18 +292,18 @@ class _OfPart(dist.Distribution):
     def support(self):  # distributions around it, such as of inflated zeros, ask for it
         return self.part.support
 
-    def __getattr__(self, name):  # a user's may read its parameters
-        if name == "part":  # which a copy has not yet
+    def __getattr__(self, name):  # a user's distribution around it may read its parameters
+        if name == "part":  # copy.copy asks before the copy has a part
             raise AttributeError(name)
         return getattr(self.part, name)
 
 
 class _OfLogits(_OfPart):
-    """The number x of ones of n choices: its log-density is x logits - n softplus(logits) + log (n over x).
+    """The number x of ones among n choices: its log-density is x logits - n softplus(logits) + log (n over x).
 
-    NumPyro's has max(logits, 0) and |logits|, whose derivatives at logits of 0 make x the score of one choice, where
-    x - 1/2 is right, and a product inf * 0. Infinite logits become finite ones, the other outcome of probability 0.
-    Of logits above 0 it is the log-density of the n - x zeros, so that no large numbers cancel.
+    NumPyro's formula has max(logits, 0) and |logits|, so that at a logit of 0 the score of one choice is x instead of x
+    - 1/2, and a product inf * 0. Infinite logits become finite ones, at which the other outcome has probability 0. For
+    logits above 0 the log-density is that of the n - x zeros, so that no large numbers cancel.
     """
 
     def log_prob(self, value):
@@ -318,9 +318,9 @@ class _OfLogits(_OfPart):
 
 
 class _Gated(_OfPart):
-    """Inflated zeros, or a hurdle, with the derivative of a gate that is never quite 1, nor a hurdle's quite 0.
+    """Inflated zeros, or a hurdle; derivatives are taken at a gate a little below 1, and for a hurdle above 0.
 
-    NumPyro's is NaN there. The value is that of the gate as it is, so that what it shuts out has no density.
+    NumPyro's are NaN at 1 and 0. The value is that of the gate as it is, so that what it shuts out has no density.
     """
 
     def log_prob(self, value):
@@ -353,12 +353,12 @@ class _Counts(_OfPart):
 
 
 class _WithEnds(_OfPart):
-    """A Beta or Dirichlet distribution, with the derivative of the mass of an end at what is clipped to it.
+    """A Beta or Dirichlet distribution; at a clipped sample the derivative is that of all the mass clipped to it.
 
-    NumPyro clips samples to [tiny, 1 - eps], and so, with concentrations of a tenth, a tenth of them. A share with the
+    NumPyro clips samples to [tiny, 1 - eps]: a tenth of the samples, with concentrations of a tenth. A share with the
     concentration a has the density C e^(a - 1) at a small e, and the mass C e^a / a below it. So the derivative of the
-    log-mass is that of the log-density and of -log a. Near 1 a Beta's samples are 1 - n eps with whole numbers n: the
-    sample 1 - eps stands for all distances up to 3/2 eps, whose mass is (3/2)^a times that of eps.
+    log-mass is that of the log-density plus that of -log a. Near 1 a Beta's samples are 1 - n eps with whole numbers n:
+    the sample 1 - eps stands for all distances up to 3/2 eps, whose mass is (3/2)^a times that of eps.
     """
 
     def log_prob(self, value):
@@ -372,7 +372,7 @@ class _WithEnds(_OfPart):
 
 
 def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
-    """The score, whose derivative is an error where the support moves with a parameter: it lacks the flow of mass."""
+    """The score; differentiating it is an error if the support moves with a parameter, which it does not see."""
     moves = f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter"
     reason = f"{moves}, so that its score lacks a part of the derivative. Use reparameterization()."
     for bound in jax.tree.leaves([supports.bounds_of(part) for part in supports.all_parts_of(distribution)]):
@@ -405,7 +405,7 @@ def float_dtype(distribution: Any, default: Any) -> Any:
 
 
 def _claims_rsample_by_default(part) -> bool:
-    # NumPyro takes for reparametrizable what declares as many reparametrized parameters as parameters: none and none.
+    # NumPyro's has_rsample says that all declared parameters are reparametrized: so it is true if none is declared.
     inherits = lambda name: getattr(type(part), name, None) is getattr(dist.Distribution, name)
     return inherits("has_rsample") and inherits("rsample") and not part.arg_constraints
 
@@ -430,7 +430,7 @@ _LOC_SCALE += (dist.AsymmetricLaplace, dist.AsymmetricLaplaceQuantile)
 _AROUND = (*supports.WRAPPERS, dist.LeftTruncatedDistribution, dist.RightTruncatedDistribution)
 _AROUND += (dist.TwoSidedTruncatedDistribution, dist.FoldedDistribution)
 _SMOOTH_MOVES = (to.AffineTransform, to.ExpTransform, to.SigmoidTransform, to.LowerCholeskyAffine)
-_KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # where their location is; other densities are smooth inside
+_KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # at their location; other densities are smooth inside the support
 _UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _UP_TO_A_CONSTANT = (dist.CategoricalLogits, dist.MultinomialLogits)

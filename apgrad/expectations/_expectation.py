@@ -42,8 +42,8 @@ def expectation(
       program: `program(tape, *args) -> tape`, which returns the last tape; its arrays have the lanes as leading axis.
         Lanes must not act on each other (no batch normalisation over lanes): credit goes to a lane's own choices.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
-      data: how many data the minibatch has, where lanes are the samples of a datum: the second axis of choices
-        (`parts=True`) and costs, (lanes, data), of which the objective is the mean. With `choose` examples are lanes.
+      data: the size of the minibatch, where lanes are samples of each datum. Choices (`parts=True`) and costs have data
+        as second axis, (lanes, data), and the objective is their mean. With `choose`, examples are lanes instead.
       cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, so that total
         propagation is unbiased. Lanes must be even, at least 4, and independent: `ap.testing.assert_independent_lanes`.
       has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`. Where a node has a score, aux has no
@@ -88,7 +88,7 @@ def expectation(
             evaluate = in_two_streams(evaluate, mixer)
         value, aux = evaluate(key, args, kwargs)
         if charging := ledger.declared.get("scoring"):
-            why = f"aux has no derivative in a program with {charging}, where costs alone see that of a sample"
+            why = f"aux has no derivative in a program with {charging}, which differentiates costs alone"
             aux = refuse_message(aux, f"{why}. Give it to tape.cost, or wrap aux in jax.lax.stop_gradient.")
         return (value, aux) if has_aux else value
 
@@ -186,14 +186,14 @@ def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) ->
 def lane_costs(
     program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbed: tuple[int, int] | None = None
 ) -> jax.Array:
-    """Each lane's sum of costs, (lanes,). Lanes whose number has a bit at a value, `disturbed`, draw other samples."""
+    """Each lane's sum of costs, (lanes,). With `disturbed`, (bit, value), lanes of that bit draw other samples."""
     key, run = require_key("the key", key), lambda tape: program(tape, *args)
     plan, ledger = make_plan(run, TapePlan(lanes), False, key, own_costs=False)
     return run_program(run, Ledger(first=ledger), plan._replace(disturbed=disturbed), False, key)[0]._total
 
 
 def _depend_on_choices(tape, aux):
-    """The same aux, with a derivative, of zero, with respect to all that the choices' densities depend on."""
+    """Adds zeros to aux that depend on the choices' densities, so that a derivative of aux can be refused."""
     zeros = [jnp.sum(p) for port, p in tape._ports.items() if port.arithmetic.carries_costs]
     if not zeros:
         return aux
@@ -232,9 +232,9 @@ def run_program(
 def make_plan(
     run: Run, plan: TapePlan, has_aux: bool, key: jax.Array, own_costs: bool = True
 ) -> tuple[TapePlan, Ledger]:
-    """The tape's plan, by what nodes ask for in an abstract trace, and its ledger; sites are counted if not None.
+    """The tape's plan, from what nodes ask for in an abstract trace, and the ledger of that trace.
 
-    Costs that mix lanes are refused, unless `own_costs` is False.
+    Sites are counted unless `plan.sites` is None. Costs that mix lanes are refused, unless `own_costs` is False.
     """
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
@@ -275,7 +275,7 @@ def _require_parts(plan, ledger):
         raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
     for size, what in ledger.parts.items():
         if data not in (None, size):
-            raise ValueError(f"{what} has {size} parts, and data={data} is given: use {size}, or a part an example")
+            raise ValueError(f"{what} has {size} parts, and data={data} is given: use {size}, or a part for each datum")
     size, axis = (next(iter(ledger.parts), None), "parts") if data is None else (data, "data")
     by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
     for shape in by_part:
@@ -308,7 +308,7 @@ def _require_own_costs(program, plan, ledger):
 
 
 def _warn_of_mixed_data(program, lanes):
-    """Warns where a score has its lanes from an array that was given: a datum's other samples are no baseline then.
+    """Warns where lanes are the rows of an array that was given: other lanes are then samples of other data.
 
     With a minibatch of B data, and K samples for each, lanes are the samples and data the parts of a lane: the
     leave-one-out baseline is the mean over the other samples *of the same datum*. With a lane for each datum and sample
@@ -338,7 +338,7 @@ def _warn_of_mixed_data(program, lanes):
 
 
 def refuse_nan(total: jax.Array, given: Any) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, which says whether what was given was finite."""
+    """The same totals; if one is NaN, the host raises an error, which says whether all of `given` was finite."""
     arrays = [x for x in jax.tree.leaves(given) if isinstance(x, float | np.ndarray | jax.Array)]
     given = [lax.stop_gradient(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     # A product, so that derivatives of every order have the flag too, and cannot be had without the check.
@@ -348,7 +348,7 @@ def refuse_nan(total: jax.Array, given: Any) -> jax.Array:
 @jax.custom_batching.custom_vmap
 @jax.jit  # one function for all calls: a new callback or branch would be compiled, and kept by JAX, at each call
 def _nan_flag(bad: jax.Array, given: list[jax.Array]) -> jax.Array:
-    """0, or an error raised on the host: what uses the flag cannot be had without the check."""
+    """0, or an error raised on the host: what depends on the flag cannot be computed without the check."""
 
     def fail(given):
         finite = jnp.array([jnp.isfinite(x).all() for x in given] or [True]).all()

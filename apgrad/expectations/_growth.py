@@ -20,7 +20,7 @@ class Growth(NamedTuple):
     """The growth of perturbations along a trajectory, the largest first; printed, a line each. Arrays are float64.
 
     Attributes:
-      log_singular_values: (num,), of the largest singular values of the Jacobian of all steps.
+      log_singular_values: (num,), the logarithms of the largest singular values of the Jacobian of all steps.
       exponents: (num,), these logarithms over the number of steps: finite-time Lyapunov exponents.
       steps: (steps, num), the logarithm of the growth in each step; the sum over steps is `log_singular_values`.
     """
@@ -51,7 +51,7 @@ def perturbation_growth(
       xs: inputs of the steps, with the steps as leading axis, as in `lax.scan`.
       length: the number of steps, without `xs`.
       num: how many singular values are found.
-      rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2.
+      rounds: rounds of the iteration. In each, the error of value k falls by the factor (sigma_{num+1} / sigma_k)^2.
 
     Raises:
       ValueError: for a `num` that is not from 1 to the state's size, no steps, a step that changes the state's form, or
@@ -69,7 +69,7 @@ def perturbation_growth(
             raise ValueError(
                 f"perturbation_growth needs a state of float32 or float64, without PRNG keys and counters: "
                 f"state{jax.tree_util.keystr(path)} has dtype {dtype}. Give the steps their noise and numbers in xs, "
-                "convert half precision by x.astype(jnp.float32), and bind constants"
+                "convert half precision by x.astype(jnp.float32), and close over constants"
             )
     if (xs is None and length is None) or not all(map(jnp.ndim, jax.tree.leaves(xs))):
         wanted = "give length=, or xs, the steps' inputs with the steps as leading axis"

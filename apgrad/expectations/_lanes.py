@@ -38,12 +38,12 @@ def require_mask(what: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def over(x: jax.Array, ndim: int) -> jax.Array:
-    """The same numbers with axes of one element behind, `ndim` axes in all: they broadcast over later axes."""
+    """The array with axes of one element appended, `ndim` axes in all, so that it broadcasts over later axes."""
     return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
 
 
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
-    """Whose sample each lane gets: its own, but another lane's where its number has `bit` at `value`."""
+    """The lane whose sample each lane gets: itself, but another one where its number has `bit` at `value`."""
     lane = np.arange(lanes)
     partner = lane ^ (1 << bit)
     return np.where(lane >> bit & 1 == value, np.where(partner < lanes, partner, 1 << bit), lane)
@@ -54,7 +54,7 @@ def fold(tree: Any, folds: int) -> Any:
 
 
 def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
-    """For each lane, or sample, the mean over the others of its fold, those where a mask is True; 0 without any."""
+    """For each lane, or sample, the mean over the others of its fold whose mask is True; 0 if there are none."""
     each = fold(x.astype(np.promote_types(x.dtype, np.float32)), folds)  # a sum overflows float16 where no mean does
     if mask is None:
         count = each.shape[1] - 1

@@ -35,16 +35,16 @@ def marked(key: jax.Array, kind: Mark, label: Hashable) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-# What a program does: lanes act on each other, so that none can have credit alone; choices are charged with costs,
-# or those of a part with the part's own; a baseline is that of other lanes; credit fades; samples are weighed by
-# themselves, so that cross-fitting has two streams; the costs after a value are weighed; a cost is shaped.
+# What a program does, in this order: lanes act on each other, so that none can have credit alone; choices are charged
+# with costs; choices of a part are charged with the part's costs; a baseline is made of other lanes; credit fades; a
+# mixer has weights, so that cross-fitting needs two streams; costs are weighed by `ap.score`; a cost is shaped.
 Doing = Literal["interacting", "scoring", "scoring parts", "baselined", "discounting", "weighing", "weighed", "shaping"]
 
 
 class TapePlan(NamedTuple):
     """The static structure of a tape: the same all through a program, so that `scan` can carry it.
 
-    What a tape does depends on it alone: a compiled function that two programs share is traced once for equal plans.
+    A tape does what its plan says: a compiled function that two programs share is traced once for equal plans.
     """
 
     lanes: int  # how many lanes there are
@@ -57,7 +57,7 @@ class TapePlan(NamedTuple):
     sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited; else None
     cells: int = 1  # with `ap.adaptive`, how many cells of its inputs a mixer has weights for
     data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
-    token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
+    token: object = None  # distinct for each trace that counts: no cached `jit` hides a site or request
 
     def per_lane(self, term: jax.Array) -> jax.Array:
         """What a term adds to its lane's total, (lanes,): the mean over data, or the sum over other parts."""
@@ -75,7 +75,7 @@ class Ledger:
         self.stamp = 0
         self.flattened: dict[Any, Any] = {}  # weak references to the arrays of flattened tapes, by identities
         self.arrays: tuple[int, ...] = ()  # the identities of the current tape's arrays
-        self.unchanged: set[Any] = set()  # identities of flattened tapes since which no use has changed the tape
+        self.unchanged: set[Any] = set()  # identities of flattened tapes that no use has followed
         self.trace: Any = None  # JAX's trace in which a tape was flattened last
         self.ports: set[Port] = set()
         self.parts: dict[int, str] = {}
@@ -85,7 +85,7 @@ class Ledger:
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
 
     def require_as_before(self) -> None:
-        """Raises a `ValueError` where the second trace had what the first one had not. A cached `jit` may hide some."""
+        """Raises a `ValueError` if the second trace did what the first did not. A cached `jit` may hide it."""
         if self.first is None:
             return
         for name in ("parts", "cost_shapes", "cost_dtypes"):
@@ -94,7 +94,7 @@ class Ledger:
                 raise differs(f"{name.replace('_', ' ')} {sorted(map(str, before))}, then {sorted(map(str, now))}")
         for doing, name in self.declared.items():
             if doing not in self.first.declared:
-                raise differs(f"only the second one was {doing}, at {name}")
+                raise differs(f"only the second trace was {doing}, at {name}")
 
 
 def differs(what: str) -> ValueError:
@@ -116,7 +116,7 @@ def count_marks(program: Program, kind: Mark) -> Counter[Hashable]:
             found[eqn.params["label"]] += 1
         for label, number in [pair for inner in inside_of(eqn) for pair in count_marks(inner, kind).items()]:
             if (inside := nested(eqn)) is None:
-                raise ValueError(f"a mark inside {eqn.primitive.name!r} cannot be counted: put that inside the program")
+                raise ValueError(f"a mark inside {eqn.primitive.name!r} cannot be counted: call the node outside of it")
             if inside.kind == "while":
                 raise ValueError("a while_loop makes a number of steps that is not known in advance: use lax.scan")
             found[label] += number * (inside.length if inside.kind == "scan" else 1)
@@ -132,7 +132,7 @@ def followed(program: Program, kind: Mark, by: Mark) -> set[Hashable]:
 
 
 def _in_order(program: Program, *kinds: Mark) -> Iterator[tuple[Mark, Hashable]]:
-    """The marks of two kinds; of a loop or a `cond` those of the first kind, and then those of the second."""
+    """The marks of two kinds, in order; of a loop or a `cond` first those of the first kind, then the others."""
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "mark" and eqn.params["kind"] in kinds:
             yield eqn.params["kind"], eqn.params["label"]
@@ -165,7 +165,7 @@ def require_apart(program: Program) -> None:
 
 
 def require_threaded(program: Program) -> None:
-    """`require_apart`, and no `lax.stop_gradient` on the way of the tape, whose total is the last output."""
+    """`require_apart`, and an error for `lax.stop_gradient` on the tape, whose total is the last output."""
     require_apart(program)
 
     def transfer(eqn, facts):

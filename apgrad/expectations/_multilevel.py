@@ -1,20 +1,20 @@
-"""A gradient between a biased one of little noise and an unbiased one of much: as much of each as pays.
+"""A gradient between a biased one with little noise and an unbiased one with much, mixed for the least error.
 
 Let g_0, ..., g_L be gradients of the same samples, from much bias and little noise to no bias and perhaps very much
 noise. As in multilevel Monte Carlo (Giles, 2008) the last one is a telescoping sum, whose terms have weights here:
 
     g = g_0 + sum_l w_l D_l,    D_l = g_l - g_{l-1}.
 
-D_l is the bias b = E D_l that this level takes off, and noise. Of all multiples w D_l the one nearest to b, by
-E |w D_l - b|^2, has w = |b|^2 / E |D_l|^2, as James and Stein shrink. Two calls with independent keys have independent
-noise, so that E[D(now) . D(before)] is |b|^2 with no noise to take off, if b changes little from call to call. Hence
+D_l is the bias b = E D_l that this level takes off, and noise. Of all multiples w D_l the one nearest to b, by E |w D_l
+- b|^2, has w = |b|^2 / E |D_l|^2 (James and Stein's shrinkage). Two calls with independent keys have independent noise,
+so that E[D(now) . D(before)] is |b|^2 with no noise to take off, if b changes little from call to call. Hence
 
     w_l = mean of D_l(k) . D_l(k-1) / mean of |D_l(k)|^2,     no less than 0 and no more than 1,
 
 over earlier calls: the share of the difference that repeats. Where gradients explode nothing repeats, w is near 0, and
-the gradient is the clipped one. The weight does not depend on the samples that it weighs. A difference that is longer
-than the typical one, the geometric mean over earlier calls, is cut to that length, so that one call does not make the
-weight of all others: a bias again. One that is not finite is left out, and counts as one that does not repeat.
+the gradient is the clipped one. The weight does not depend on the samples that it weighs. A difference longer than the
+typical length, the geometric mean over earlier calls, is cut to it, so that one call does not decide the weight of all
+others; this is a bias, too. A difference that is not finite is left out, and counts as one that does not repeat.
 """
 
 import functools
@@ -34,13 +34,13 @@ from apgrad.expectations._lanes import over
 
 
 class MultilevelState(NamedTuple):
-    """What earlier calls of `multilevel` left: a pytree to be carried through training. D is of L differences.
+    """What earlier calls of `multilevel` left: a pytree to be carried through training. D are the L differences.
 
     Attributes:
       difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,),
         all in one precision: the gradient's widest, and float32 at least.
       square: the mean of |D|^2 over earlier calls in these units, (L,), float32 or wider.
-      product: the mean of the inner product of D and the call before's, the same.
+      product: likewise the mean of the inner product of D with the D of the call before, (L,).
       log_length: the mean of log |D|, (L,); infinite where there was no difference yet.
     """
 
@@ -61,7 +61,7 @@ def multilevel(
     *,
     window: float = 20.0,
 ) -> Adaptive:
-    """Gradients for training, less biased than clipped ones: levels of clipping, weighed by what repeats.
+    """Gradients for training, less biased than clipped ones: differences of levels, weighed by what repeats.
 
     A call takes one forward pass, and a reverse pass for each level. If the first level's gradient explodes, as it does
     where all lanes explode alike, the sum is worse than that level: take `likelihood_ratio` or `total_propagation`.
@@ -73,8 +73,8 @@ def multilevel(
       window: over how many earlier calls, about, the weights are averaged.
 
     Raises:
-      ValueError: for fewer than two levels, or what is no number, or a window that is not finite or less than one call.
-      TypeError: at trace time, for what is no state of `init`, or a `value_and_grad` that returns no such pair.
+      ValueError: for fewer than two levels, levels that are no numbers, or a window that is not finite or less than 1.
+      TypeError: at trace time, for a state that is not from `init`, or a `value_and_grad` that returns no such pair.
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist
@@ -147,7 +147,7 @@ def multilevel(
 
 
 def _wide(tree):
-    """All arrays in one precision, the widest of theirs and float32: they are scaled by a length that is common."""
+    """All arrays in one precision, the widest of theirs and float32, since one length scales all of them."""
     real = real_dtype(tree)
     return jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, real)), tree)
 

@@ -1,4 +1,4 @@
-"""How much each node's gradient varies: a rule for weights is given both estimators' gradients, lane by lane."""
+"""How much each node's gradient varies. A weight rule records it, as it is given both estimators' gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class NodeVariances(NamedTuple):
     first argument but made of it, as in `step(tape, 10 * theta, x)`, the chain rule's factor, here 10, is not in the
     variances: do not compare nodes whose factors differ, or nodes with the variance of the program's gradient.
 
-    These are variances of the mean over lanes, summed over the target's elements. More than 16 elements are sketched.
+    These are variances of the mean over lanes, summed over the target's elements (sketched if more than 16).
 
     Attributes:
       rp: the variance of reparameterization, where reparameterization alone is sent back.
@@ -84,7 +84,7 @@ def node_variances(
         jax.effects_barrier()
         if not records:
             raise ValueError("no node weighed its estimators: the gradient must pass through ap.stochastic(estimator)")
-        records.sort(key=lambda record: record[0])  # they come in whatever order the messages let them
+        records.sort(key=lambda record: record[0])  # callbacks come in any order
         shares, scales, variances = (np.stack(x).astype(np.float64) for x in list(zip(*records, strict=True))[1:])
         variances = np.where(np.isfinite(scales), variances * scales**2, np.inf)
         return shares, variances * lanes**2 / (lanes - 1)
@@ -110,7 +110,7 @@ def _listen(rule: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
             records.append([np.array(x) for x in found])
             return np.zeros((), weights.dtype)
 
-        # The messages depend on the callback's answer, so that it is no call that can be left out.
+        # The messages depend on the callback's answer, so that the call cannot be left out.
         return weights + io_callback(append, jax.ShapeDtypeStruct((), weights.dtype), number, weights, scale, variance)
 
     return listening

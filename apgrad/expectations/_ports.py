@@ -1,6 +1,6 @@
 """Ports of a tape: the ways by which later costs and later nodes send messages to earlier choices.
 
-A port is an array that goes forward with the tape and that nodes change by zeros; its cotangent is the message. A port
+A port is an array that goes forward with the tape and to which nodes add zeros; its cotangent is the message. A port
 knows its *arithmetic*: what a cost does with it, how credit fades, and how branches join it. The tape knows no more of
 ports than this, so that an author of nodes can add one (`request` and `put` of `_channels.py`).
 """
@@ -46,7 +46,7 @@ class Arithmetic(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A port of the tape; equal ones are the same."""
+    """A port of the tape; equal ports are one port."""
 
     name: str  # what is sent on it
     # its shape; if it carries costs (lanes,), or (lanes, parts) for parts that are independent of each other.
@@ -71,7 +71,7 @@ def _fade_exponent(factor, p):  # the expectation of exp(p) - 1 stays 0 in every
 
 
 def _less_others(cost, shaped, p, folds):
-    # A shaped message is made of the moments of the other lanes: theirs depend on this lane's sample.
+    # A shaped message has no baseline: the other lanes' messages are made of moments that depend on this lane's sample.
     return 0 if shaped else dice(0, p, lax.stop_gradient(mean_of_others(cost, folds)))
 
 
@@ -93,13 +93,13 @@ BASELINED = Arithmetic(True, _less_others, _fade_exponent)
 PLAIN = Arithmetic(True, None, _fade_exponent)
 # The costs after a choice, each as the standard score among the lanes: a biased gradient of the first order alone.
 STANDARDIZED = Arithmetic(False, _in_standard_scores, jnp.multiply)
-# The raw cost-to-go, to any order, undisturbed by baselines, for a node to do with what it likes.
+# The raw cost-to-go, to any order and without baselines, for a node's own use.
 RAW = Arithmetic(False, _as_it_is, jnp.multiply)
-# The same of costs that are not shaped, for a node to make the baselines of other lanes of.
+# The same for costs that are not shaped, from which a node makes baselines of other lanes.
 RAW_FOR_OTHERS = Arithmetic(False, _unless_shaped, jnp.multiply)
 # No message: numbers that the tape brings to its nodes, and that stay as they are.
 CONSTANT = Arithmetic(adds=False)
 
 # How many nodes were passed before: a node's number in the order of the program.
 NUMBER = Port("number", (), Arithmetic(adds=False, threads=True), jnp.int32)
-SEED = Port("seed", (), CONSTANT, jnp.uint32)  # for hashes: one for the whole of a program's call
+SEED = Port("seed", (), CONSTANT, jnp.uint32)  # for hashes; the same all through one call of a program

@@ -5,12 +5,12 @@ p_theta (importance sampling; Precup, Sutton & Singh, "Eligibility traces for of
 
     E_p[c(x)] = E_b[c(x) w],   w = p_theta(x) / b(x),   d/dtheta E_p[c(x)] = E_b[c(x) w d log p_theta(x) / dtheta]
 
-wherever b > 0 where p > 0. The right hand sides are the derivatives of c(x) exp(z) with
+if b > 0 wherever p > 0. The right hand sides are the derivatives of c(x) exp(z) with
 
     z = log p_theta(x) - log b(x),    b a constant.
 
-A plain choice adds a zero with the derivatives of log p to the tape's p (`_tape.py`); this one adds z. So costs and
-messages are weighed by the product of the ratios before them. A baseline v that does not depend on the lane's own
+A plain choice adds a zero with the derivatives of log p_theta to the tape's zeros (`_tape.py`); here it is z. So costs
+and messages are weighed by the product of the ratios before them. A baseline v that does not depend on the lane's own
 choices adds v (1 - exp(z)), whose expectation is 0 with all of its derivatives, since E_b[exp(z)] is 1 for every theta.
 """
 
@@ -48,7 +48,7 @@ def score(
     Args:
       tape: the current tape.
       distribution: the distribution that the expectation is under; its batch shape starts with the lanes. The behaviour
-        must be able to draw whatever it can draw.
+        must be able to draw whatever this one can.
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider; a constant to differentiation.
@@ -59,9 +59,9 @@ def score(
 
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
-        distribution without a right score, and beside `tape.discount`, shaped costs or the standardized baseline.
+        distribution without a right score, and beside `tape.discount`, a shaped cost or a standardized baseline.
       FloatingPointError: when it runs, for a value that the distribution cannot draw, and for log-densities that are
-        not finite, or above 0 of a discrete choice.
+        not finite, or for a discrete choice above 0.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -93,7 +93,7 @@ def score(
     value, behaviour = refuse_derivative(value, reason), lax.stop_gradient(behaviour)
     if mask is not None:
         mask = jnp.broadcast_to(require_mask(what, mask, shape), shape)
-        if jnp.issubdtype(value.dtype, jnp.floating):  # what fills the place may be outside of the support: NaN times 0
+        if jnp.issubdtype(value.dtype, jnp.floating):  # a masked value may be outside of the support: NaN times 0
             inside = distributions.sample(distribution, jax.random.key(0)).astype(value.dtype)
             value = jnp.where(over(mask, value.ndim), value, inside)
     distributions.require_density(what, distribution)
@@ -124,7 +124,7 @@ def require_weighable(ledger: Ledger) -> None:
 
 
 def _impossible(distribution, value, behaviour):
-    """Where a value is outside of the support, or the log-density of a discrete one above 0 by more than rounding."""
+    """Where a value is outside of the support, or a discrete value's log-density above 0 by more than rounding."""
     discrete = supports.is_discrete(distribution, jax.random.key(0))
     wrong = behaviour > 0.01 if discrete else jnp.zeros(behaviour.shape, bool)
     support = supports.declared(distribution, "support")

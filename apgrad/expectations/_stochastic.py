@@ -55,7 +55,7 @@ def stochastic(
         what = f"{getattr(function, '__name__', 'stochastic function')} ({estimator.name})"
         signature = list(inspect.signature(function).parameters)
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
-        name += f":{function.__code__.co_firstlineno}" if hasattr(function, "__code__") else ""  # of two lambdas
+        name += f":{function.__code__.co_firstlineno}" if hasattr(function, "__code__") else ""  # tells lambdas apart
 
         @functools.wraps(function)
         def stochastic_function(tape, *args, **kwargs):
@@ -106,7 +106,7 @@ def sample(
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once: `(tape, x)`, with x of shape (lanes, ...).
 
-    Mixers weigh parameters with the lanes as leading axis coordinate by coordinate, and those that lanes share as one.
+    Mixers weigh each coordinate of the parameters that start with the lanes; those that lanes share have one weight.
 
     Args:
       tape: the current tape.
@@ -167,7 +167,7 @@ def _positional(what, function, args, kwargs, in_axes):
     if not kwargs:
         return args
     bound = inspect.signature(function).bind(*args, **kwargs)
-    if bound.kwargs or in_axes is not None:  # else the last ones are left to the function
+    if bound.kwargs or in_axes is not None:  # else the function fills in its own defaults
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(f"{what}: in_axes counts arguments by position, and {list(bound.kwargs)} have none")

@@ -1,7 +1,7 @@
 """What the supports of NumPyro's distributions are, and what they depend on.
 
-Its distributions wrap, transform and mix others. The support of a transformed one follows from its base's through the
-transforms; where that cannot be told, it counts as moving with all that the transforms hold.
+NumPyro's distributions wrap, transform and mix others. The support of a transformed distribution is the image of its
+base's; where the image is not known, it counts as depending on all that the transforms hold.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def components_of(part) -> list[Any]:
 
 
 def parts_of(distribution) -> list[Any]:
-    """The distribution, and those whose samples its own are, moved or chosen."""
+    """The distribution, and all distributions whose samples it transforms or chooses from."""
     inner = [getattr(distribution, name, None) for name in ("base_dist", "marginal_dist")]
     found = [distribution]
     for part in [part for part in inner if part is not None] + components_of(distribution):
@@ -96,13 +96,13 @@ def _is_fixed(support) -> bool:
 
 
 def have_one_support(components) -> bool:
-    """Whether the supports of a mixture's components are known to be the same set; true of none."""
+    """Whether the supports of a mixture's components are known to be the same set; True without components."""
     supports = [support_of(component) for component in components]
     return all(map(_is_fixed, supports)) and len({type(support) for support in supports}) <= 1
 
 
 def _tells_its_support(distribution) -> bool:
-    # A subclass that says its own support knows it; the general one tells only its last transform's codomain.
+    # A subclass with a support of its own knows it; the general class has its last transform's codomain for it.
     return getattr(type(distribution), "support", None) is not dist.TransformedDistribution.support
 
 

@@ -105,7 +105,7 @@ class Tape:
 
         Args:
           cost: an array (lanes,), or (lanes, parts) where nodes were made with `parts=True`: column j is then the cost
-            of part j, and must not depend on another part's choices. With `data` the mean over these is taken. Or a
+            of part j, and must not depend on another part's choices. With `data` the mean over the parts is taken. Or a
             function of one lane of `args`, returning a scalar (or (parts,)).
           *args: only with a function: pytrees with the lanes as leading axis.
           shaping: only with a function: `apgrad.gaussian_shaping()`, or any function
@@ -206,8 +206,8 @@ class Tape:
 
         def run(index, key, ports):
             total = jnp.zeros_like(self._total)
-            # With a token of its own a branch is traced anew: a `jit` that JAX has in its cache, from another branch,
-            # would hide from the first trace what it does, and its sites where they are counted.
+            # With a token of its own a branch is traced anew: a `jit` in JAX's cache, from another branch, would hide
+            # from the first trace what this branch does, and its sites where they are counted.
             fresh = ledger.collecting or self._plan.sites is not None
             plan = self._plan._replace(token=object()) if fresh else self._plan
             ledger.branches += 1
@@ -225,7 +225,7 @@ class Tape:
         for index, branch_key in enumerate(keys):
             begin = {port: ports[port] if port.arithmetic.threads else p for port, p in self._ports.items()}
             end, output = run(index, branch_key, begin)
-            # Where the marks of branches are read, a sum of two branches would be one that reads the other.
+            # While the marks of branches are read, a sum over two branches would look like a branch that reads another.
             total = total if ledger.collecting else total + end._total
             ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
             ports |= {port: p for port, p in end._ports.items() if port.arithmetic.threads}
@@ -293,7 +293,7 @@ class Tape:
     def _seen(self, kind: Arithmetic, ndim: int) -> jax.Array:
         """What a cost of `ndim` axes sees of the ports of a kind: (lanes,) for all of the lane, or (lanes, parts)."""
         of_all = lambda p: p.sum(-1)
-        if self._plan.fades:  # a sum of what fades is not what fades as one
+        if self._plan.fades:  # fading parts and then adding them up is not fading their sum
             of_all = lambda p: refuse_second_derivative(p.sum(-1), _FADED)
         ports = [p for port, p in self._ports.items() if port.arithmetic == kind]
         return functools.reduce(jnp.add, [of_all(p) if p.ndim > ndim else over(p, ndim) for p in ports])
@@ -301,7 +301,7 @@ class Tape:
     def _faded(self, port: Port, factor: Any) -> jax.Array:
         """The port after credit has faded by the factor.
 
-        All ports that multiply a cost fade as one: what corrects it too fades by itself, and the other by what is left.
+        Ports that multiply a cost fade as their sum: one that also corrects it by itself, others by what is left.
         """
         p, arithmetic = self._ports[port], port.arithmetic
         assert arithmetic.fades is not None
@@ -346,9 +346,9 @@ def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
 
 
 def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
-    """The tape with other arrays, as transformations make it, unless they are the arrays of an earlier tape.
+    """The next tape, of arrays that a transformation returns; out of date if these are an earlier tape's arrays.
 
-    Where a loop or branch hands on the tape as it got it, JAX returns an earlier tape's arrays, but nothing is lost.
+    Where a loop or branch returns the tape as it got it, JAX returns an earlier tape's arrays too: that one is current.
     """
     ledger = LEDGER.get()
     stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)

@@ -2,10 +2,10 @@
 
 *What a gradient costs.* The squared error of an estimate of a gradient t is V + |b|^2, variance and squared bias, and
 an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is the mean of m estimates of a reference
-of variance V_r, the squared distance of a mean of n estimates is |b|^2 + V / n + V_r / m, and the noise is taken off.
+of variance V_r, the squared distance of a mean of n estimates is |b|^2 + V / n + V_r / m; the last two are taken off.
 
 *What it does not say.* Where pathwise gradients explode, few estimates make the variance, and the true one is larger
-than any sample says: such heavy tails are flagged. The others may point the right way all the same: see the cosine.
+than any sample's: such heavy tails are flagged. The other estimates may still point the right way: see the cosine.
 
 `perturbation_growth` says why gradients explode, `node_variances` where.
 """
@@ -28,7 +28,7 @@ from apgrad.expectations._adaptive import Adaptive as _Adaptive
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
 from apgrad.expectations._node_variances import NodeVariances as NodeVariances, node_variances as node_variances, table
 
-SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
+SIGNIFICANT = 1e-3  # how often chance may pass for a difference: once for the variance, once for the time
 ROUNDING = 1e-5  # of the gradient's norm: how far a float32 sum of 10,000 terms is typically off
 
 
@@ -45,14 +45,14 @@ class Row(NamedTuple):
       biased: whether the mean is farther off than chance takes it once in 1000 times (`ap.testing.assert_unbiased`).
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan where `off` is.
-      squared_error: of one estimate, variance and squared bias; the variance without truth.
+      squared_error: the variance of one estimate plus the squared bias; without a truth the variance alone.
       uncertainty: the standard error of the squared error; it is too small where tails are heavy.
       cosine: the median over estimates of the cosine with the truth, or else with the mean of the other estimates.
-      share: how much of the variance the farthest 1 % of the estimates make; with `lanes=1`, the farthest lanes.
-      heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
+      share: the share of the variance that the farthest 1 % of the estimates make; with `lanes=1`, the farthest lanes.
+      heavy_tailed: whether one estimate makes a fifth of the variance, and thrice that of the largest normal one.
       seconds: the time of one gradient, without compiling: the median over rounds of a chunk's time per estimate.
       efficiency: 1 / (squared_error seconds).
-      times: the seconds in each round.
+      times: the seconds of one gradient in each round.
       rounding: whether elements are off by more than chance, but by no more than 1e-5 of the truth's norm together.
     """
 
@@ -79,7 +79,7 @@ class Comparison(NamedTuple):
 
     Attributes:
       rows: what was found of each objective, by its name.
-      refused: why an objective has no such gradient (a pathwise one of discrete choices), by its name.
+      refused: why an objective has no gradient (such as a pathwise one of discrete choices), by its name.
       num_estimates: how many estimates each row is made of.
     """
 
@@ -130,7 +130,7 @@ def compare(
       num_estimates: how many estimates of each gradient are made, rounded up to a multiple of `rounds`.
       truth: the exact gradient, if it is known.
       reference: where no truth is known, the name of an unbiased objective, whose mean the others are compared with.
-      rounds: how often the objectives take turns.
+      rounds: how many turns each objective takes, one after the other.
       progress: whether to show a tqdm bar, with one step for each compilation and for each turn.
 
     Raises:
@@ -152,7 +152,7 @@ def compare(
     if reference is not None and reference not in objectives:
         raise ValueError(f"reference={reference!r} is none of the objectives, {list(objectives)}")
     if truth is not None and not all(np.isfinite(x).all() for x in _real(truth)):
-        raise ValueError(f"compare needs a truth that is finite, since nothing is near another, got {truth}")
+        raise ValueError(f"compare needs a truth that is finite, since nothing is near inf or nan, got {truth}")
     chunk = -(-num_estimates // rounds)
     keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
     compiled, refused, samples, seconds = {}, {}, {}, {}
@@ -191,9 +191,9 @@ def compare(
 def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
-    The most efficient row without heavy tails is recommended, with all that do not differ from it: the ratio of
-    efficiencies is below 1.1, or its interval includes 1. Where a biased gradient is the best single estimate, it is
-    said from how many on an average of an unbiased one is better.
+    The most efficient row without heavy tails is recommended, and every row whose ratio of efficiencies to it is at
+    most 1.1 or has 1 in its interval. Where a biased gradient is the best single estimate, the text says how many
+    estimates of an unbiased gradient must be averaged to be better.
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.
@@ -255,7 +255,7 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
     errors = 0.0 if equal else math.log(second.squared_error / first.squared_error)
     error = math.hypot(*(r.uncertainty / r.squared_error if r.squared_error else 0.0 for r in (first, second)))
     error *= NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
-    # Round by round: what else the machine does slows down both. All are on one side once in 2^(n - 1) times.
+    # Round by round, since other work on the machine slows down both. By chance, one side has all n at 2^(1 - n).
     logs = np.log(second.times / first.times) if len(first.times) > 5 else np.array([-np.inf, 0.0, np.inf])
     low, middle, high = logs.min(), np.median(logs), logs.max()
     return math.exp(errors + middle), math.exp(errors - error + low), math.exp(errors + error + high)
@@ -265,7 +265,7 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
 def _doing(bar, what, name):
     bar.set_postfix_str(f"{what} {name}")
     try:
-        with _noted(f"This is of the objective {name!r} of ap.diagnostics.compare, called as {name}(key, *args)."):
+        with _noted(f"This is from the objective {name!r} of ap.diagnostics.compare, called as {name}(key, *args)."):
             yield
     finally:
         bar.update()

@@ -1,30 +1,30 @@
 """Weights: how total propagation mixes its estimators at a node.
 
 Each of a node's estimators (reparameterization first, then likelihood ratio) has a message for the node before and a
-contribution to the gradient of the target, the parameters, of the same expectation whatever happened before the node.
-So weights that sum to 1 and do not depend on the samples that they mix leave the gradient unbiased, and the message may
-have other weights than the contribution. `ap.expectation(..., cross_fit=True)` makes them independent of the samples.
+contribution to the gradient of the target, the parameters. Given what was before the node, both estimators have the
+same expectation. So weights that sum to 1 and do not depend on the samples leave the gradient unbiased, also if message
+and contribution have different ones. `ap.expectation(..., cross_fit=True)` makes weights independent of the samples.
 
 Let c_e be the per-lane contributions to the target, V the variance over lanes summed over the target's elements, and
 D = c_2 - c_1, all centred over lanes; < , > is the inner product over lanes and elements.
 
-* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e), as if independent.
+* *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e), ignoring correlation.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
 * *Suffix covariance*: with G a lane's gradient gathered on the way back, the least V(G + c_1 + k D) is at k = - <G +
-  c_1, D> / <D, D>. For the message it is greedy: what suits this node's contribution may explode in the nodes before.
+  c_1, D> / <D, D>. For the message this is greedy: what suits this node's contribution may explode in the nodes before.
 
-*Shrinkage.* An estimated k is noisy. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
-best k* does, which is least at s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961).
-Contributions are heavy-tailed, so v is what leaving out each lane in turn says (the jackknife; HC3 of MacKinnon &
-White, 1985). With residuals e = A + k D, A what is to be made small, and r = lanes / (lanes - 1), as means change too,
+*Shrinkage.* An estimated k is noisy. On lanes that it has not seen, s k has <D, D> E (s k - k*)^2 more variance than
+the best k*. This is least at s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961).
+Contributions are heavy-tailed, so v comes from leaving out each lane in turn (the jackknife; HC3 of MacKinnon & White,
+1985). With A = c_1 or G + c_1, residuals e = A + k D, and r = lanes / (lanes - 1), as means change too,
 
     v = sum_i (r <D_i, e_i> / (<D, D> - r <D_i, D_i>))^2,    k' = k max(0, 1 - v / k^2).
 
-In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two change places where c_2 is typically the
-smaller, by the mean over lanes of log |c_e|, here not centred; a variance would turn with the one lane in thousands
-that is large. Stronger shrinkage takes away small weights of c_2, which alone keep a rare lane from exploding.
+In chaos c_1 explodes, and its weight 1 - k must be shrunk, not k: so c_1 and c_2 change places where c_2 is typically
+the smaller, by the mean over lanes of log |c_e|, here not centred. (One large lane in thousands decides a variance.)
+Stronger shrinkage takes away small weights of c_2, which alone keep a rare lane from exploding.
 
-*Where the simulator jumps*, reparameterization is biased, of small variance, and all these rules give it the weight.
+*Where the simulator jumps*, reparameterization is biased and varies little, so that all these rules prefer it.
 """
 
 import functools
@@ -41,11 +41,11 @@ class Weighting(NamedTuple):
     """A rule, and whether the rule looks at later nodes.
 
     Attributes:
-      rule: `(gradients, suffix) -> weights`, (estimators,), which sum to 1: others are an error, or NaN where they
-        are computed. `gradients`, (estimators, lanes, features), are each estimator's contributions to the target, or a
-        sketch of them, which keeps inner products on average. `suffix`, (lanes, features), are the later nodes', or 0.
-      suffix: whether the gradient of later nodes is gathered for the rule: over the calls of one decorated function, of
-        its shared arguments, and where these have more than 16 numbers also of the arrays that it closes over.
+      rule: `(gradients, suffix) -> weights`, (estimators,), which sum to 1: others are an error, or NaN where they are
+        traced. `gradients`, (estimators, lanes, features), are each estimator's contributions to the target, or a
+        sketch of them, which keeps inner products on average. `suffix`, (lanes, features), is the later nodes', or 0.
+      suffix: whether the gradient of later nodes is gathered for the rule. It is gathered over calls of one decorated
+        function, for its shared arguments, and if these have over 16 numbers, also for arrays that it closes over.
     """
 
     rule: Callable[[jax.Array, jax.Array], jax.Array]
@@ -53,7 +53,7 @@ class Weighting(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """How a mixer weighs what it sends: one weight a node and estimator for each of two purposes.
+    """How a mixer weighs what it sends: for each of two purposes, one weight for each estimator at a node.
 
     With `target="parameters"`, and in `ap.sample`, the message's rule weighs each coordinate of the distribution's
     parameters by itself (TPX: Parmas, Seno & Aoki, 2023), and the suffix is zero.
@@ -80,7 +80,7 @@ def inverse_variance() -> Weights:
 
 
 def local_covariance() -> Weights:
-    """Weights of least variance of the node's own contribution, given how the estimators correlate.
+    """Weights that make the variance of the node's own contribution least, given how the estimators correlate.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -92,7 +92,7 @@ def local_covariance() -> Weights:
 
 
 def suffix_covariance() -> Weights:
-    """Weights of least variance of all the gradient gathered so far on the way back.
+    """Weights that make the variance of all the gradient gathered so far on the way back least.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -121,7 +121,7 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
 def per_step_inverse_variance() -> Weights:
     """Inverse-variance weights of each step's contribution; messages go back by reparameterization alone.
 
-    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161), as we know it from others' words and code.
+    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161), written from others' descriptions and code.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -165,13 +165,13 @@ def _least_variance(shrinkage):
 def _shares(first, second, suffix, shrinkage):
     sizes = _sizes(first), _sizes(second)
     largest = [jnp.max(size) for size in sizes]
-    # The weight k of the one with the largest lane is computed, and the other's is 1 less it. The other way round, the
-    # weight of a message that explodes would be 1 less a number next to 1, which is what rounding leaves.
+    # The weight k of the estimator with the largest lane is computed, and the other one has 1 - k. The other way round,
+    # the weight of a message that explodes would be 1 less a number next to 1: nothing but rounding.
     swap = largest[1] < largest[0]
     first, second = jnp.where(swap, second, first), jnp.where(swap, first, second)
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
     most = jnp.where(swap, largest[0], largest[1])
-    # Not the largest of the suffix by itself: where that is zeros, XLA would take it when it compiles, in seconds.
+    # Not the maximum of the suffix alone: if the suffix is constant zeros, XLA takes seconds for it while compiling.
     with_suffix = jnp.maximum(jnp.where(swap, sizes[1], sizes[0]), _sizes(suffix))
     scales = [jnp.max(with_suffix), jnp.maximum(*largest)]
     usable = [(scale > 0) & jnp.isfinite(scale) for scale in scales]
@@ -182,22 +182,21 @@ def _shares(first, second, suffix, shrinkage):
     each, square = jnp.sum(A * D, axis=1), jnp.sum(D * D, axis=1)
     AD, DD = jnp.sum(each), jnp.sum(square)
     k = -AD / jnp.where(DD > 0, DD, 1)  # in units of the scales
-    more = 0  # to be added to k when it has its unit
+    more = 0  # added to k after k has its unit
     if shrinkage:
         ratio = len(D) / max(len(D) - 1, 1)
         rest = DD - ratio * square  # <D, D> without each lane
         alone = rest <= 1e-6 * DD  # nothing but rounding: the others say nothing of k
         moves = ratio * (each + k * square) / jnp.where(alone, 1, rest)
         v = jnp.sum(jnp.where(alone, k, moves) ** 2)
-        # What is shrunk is the weight of the one that is typically larger: k, or 1 - k, and then k becomes
-        # k (1 - share) + share.
+        # The weight of the typically larger estimator is shrunk: k, or 1 - k, and then k becomes k (1 - share) + share.
         typical = [_typical(size) for size in sizes]
         other = (typical[1] < typical[0]) != swap
         shrunk = jnp.where(other, units[1] / units[0] - k, k)
         share = jnp.clip(shrinkage * v / jnp.where(shrunk == 0, 1, shrunk**2), 0, 1)
         k, more = k * (1 - share), jnp.where(other, share, 0)
     k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * units[0] / units[1] + more, 0, 1), 0)
-    # What overflows gets nothing, and the first one the rest where both do.
+    # An estimator that overflows gets no weight; if both do, the first one gets all.
     overflow = ~jnp.isfinite(scales[1]) & jnp.isfinite(most)
     k = jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))
     return jnp.where(swap, k, 1 - k), jnp.where(swap, 1 - k, k)

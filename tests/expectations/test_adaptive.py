@@ -273,7 +273,7 @@ def test_errors():
     words, other = r"shapes \(3, 5\), and these need \(2, 2, 4, 1, 5\)", state._replace(moments=jnp.zeros((3, 5)))
     refused(ValueError, words, objective.value_and_grad, KEY, other, THETA)
     refused(TypeError, "the state is from init", objective.value_and_grad, KEY, THETA, THETA)
-    refused(ValueError, "of one without", lambda: state.guarded)
+    refused(ValueError, "is without by_state", lambda: state.guarded)
     other, mine = (ap.adaptive(program_of_steps, lanes=8, by_state=True, window=n) for n in (7, 8))
     other = jax.eval_shape(other.init, KEY, THETA)
     refused(ValueError, "another window", jax.eval_shape, mine.value_and_grad, KEY, other, THETA)

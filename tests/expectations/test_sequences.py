@@ -166,7 +166,7 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
 def test_masks_and_parts_that_fit_nothing_are_errors():
     for mask in (jnp.ones(4), jnp.ones(3, bool)):
         refused_program("expected Booleans", lambda tape, mask=mask: visit(tape, jnp.ones(4), mask=mask))
-    refused_program(r"a part at least, got \(4, 0\)", lambda tape: visit(tape, jnp.ones((4, 0)), parts=True))
+    refused_program(r"parts >= 1, got \(4, 0\)", lambda tape: visit(tape, jnp.ones((4, 0)), parts=True))
 
 
 def test_the_standardized_baseline_is_the_formula_of_grpo():

@@ -394,10 +394,10 @@ def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
     unlike("charges its choice in another way", plain, leave_one_out)
     unlike("charges its choice in another way", leave_one_out, lambda tape, a: visit(tape, a, "standardized"))
     unlike("charges its choice", plain, lambda tape, a: visit(tape, a, ap.learned_baseline(lambda d: d.loc)))
-    unlike("only the second one was interacting", plain, lambda tape, a: ap.gaussian_resampling(tape, a)[0])
-    unlike("only the second one was discounting", plain, lambda tape, a: tape.discount(0.5))
+    unlike("only the second trace was interacting", plain, lambda tape, a: ap.gaussian_resampling(tape, a)[0])
+    unlike("only the second trace was discounting", plain, lambda tape, a: tape.discount(0.5))
     scored, mixed = sampled(ap.likelihood_ratio(None)), sampled(ap.total_propagation(None))
-    unlike("only the second one was weighing", scored, mixed)
+    unlike("only the second trace was weighing", scored, mixed)
 
 
 def test_infinite_costs_have_an_infinite_value_and_no_baseline_of_others():

@@ -524,7 +524,7 @@ def test_errors():
     error(r"2 estimators, an array of shape \(2,\), got an array of shape \(3,\)", ruled(lambda: jnp.ones(3) / 3))
     error(r"one weight for each of the 2 estimators, an array of shape \(2,\), got list", ruled(lambda: [0.5, 0.5]))
     for rules in ((lambda: jnp.ones(2),), (halves, lambda: np.array([0.5, 0.4]))):
-        error(r"weights of a rule sum to 1.*got \[(1\. 1\.|0\.5 0\.4)\]", ruled(*rules))
+        error(r"weights of a rule must sum to 1.*got \[(1\. 1\.|0\.5 0\.4)\]", ruled(*rules))
     error("target is 'arguments' or 'parameters'", one(ap.weights.decoupled(), "arrays"))
 
 
@@ -552,7 +552,7 @@ def test_a_shared_parameter_that_is_as_long_as_the_lanes():
     program = paid(draw, lambda x: jnp.sum(jnp.sin(x), axis=-1))
     assert_gradient(program, loc, np.exp(-1 / 8) * np.cos(np.arange(4) / 3), 4, 20_000, cross_fit=True)
     unsure = lambda tape, loc: ap.sample(tape, shifted(dist.Normal().expand((4, 4)), loc), ap.total_propagation())
-    refused(ValueError, "for sure", jax.eval_shape, ap.grad(paid(unsure), lanes=4), KEY, loc)
+    refused(ValueError, "no parameter shows the lanes", jax.eval_shape, ap.grad(paid(unsure), lanes=4), KEY, loc)
 
 
 def test_what_lanes_share_of_a_mixture_may_be_as_long_as_the_lanes():

@@ -1,7 +1,7 @@
 """Whether what a program makes jumps as an input moves: a pathwise derivative misses the jump.
 
-A choice by a comparison of what moves jumps for sure where what is chosen stays. Where that moves too, the two formulas
-may meet, as in a leaky ReLU. So they do, as a rule, where one of them stands for a single point, `where(x == 0, ...)`.
+A choice by comparing values that move jumps for sure if it is between constants. If it is between values that move, the
+two formulas may meet, as in a leaky ReLU. As a rule they meet if one is for a single point, `where(x == 0, ...)`.
 """
 
 import enum
@@ -11,12 +11,12 @@ from apgrad._programs.jaxprs import Program, is_inexact, nested
 
 
 class Jump(enum.IntEnum):
-    """What an array does as the input moves, the largest for what is made of several."""
+    """What an array does as the input moves; an array made of several has the largest of theirs."""
 
     STAYS = 0
     MOVES = 1
     MAY_JUMP = 2
-    EQUALS = 3  # says whether what moves is at a point
+    EQUALS = 3  # says whether a moving value is at a point
     COMPARES = 4  # says on which side of a point it is
     JUMPS = 5
 
@@ -53,7 +53,7 @@ def _made(name, facts, found, made):
     return Jump.JUMPS if name in _JUMPS or integers or found >= Jump.EQUALS else found
 
 
-_STAY = ("any_mapped", "is_finite")  # whatever moves between finite numbers
+_STAY = ("any_mapped", "is_finite")  # their outputs stay while inputs move between finite numbers
 _JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
 # Functions of JAX, compiled by these names, whose formulas meet.
 _CONTINUOUS = ("_interp", "celu", "elu", "hypot", "leaky_relu", "nan_to_num", "selu", "sinc", "sparse_plus")

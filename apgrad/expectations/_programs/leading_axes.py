@@ -53,7 +53,7 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
 
 
 def _of_a_step(fact):
-    """The fact of what a step of a scan takes of an array, which has one axis less: None if the axis is that one."""
+    """The fact for one step's part of an array, which lacks the first axis; None if the fact is that axis."""
     return fact if not isinstance(fact, int) else fact - 1 if fact else None
 
 
@@ -66,7 +66,7 @@ _BY_ELEMENT -= {"any_mapped", "argmax", "argmin", "bitcast_convert_type", "iota"
 
 
 def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
-    """Where an equation leaves an axis of its operand of this number; None where that is not known."""
+    """The axis of the output that is this axis of the operand of this number; None where that is not known."""
     name, params = eqn.primitive.name, Parameters(eqn)
     if not eqn.outvars:  # of a callback
         return None
@@ -128,7 +128,7 @@ _ALONG |= {f"cum{name}": "axis" for name in ("sum", "prod", "max", "min", "logsu
 
 
 def _by_windows(name, params, eqn, number, axis) -> bool:
-    """Whether what takes, fills in or moves windows of an operand has one for each entry of an axis, at its place."""
+    """Whether an equation that takes or fills slices or windows keeps each entry of an axis at its place."""
     size, after = eqn.invars[number].aval.shape[axis], eqn.outvars[0].aval.shape
     if name in ("slice", "dynamic_slice", "dynamic_update_slice"):
         return size == after[axis]  # all of the axis, which can begin at 0 only
@@ -184,12 +184,12 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
 
 
 def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...], axis: int) -> bool:
-    """Whether, of what is marked at the start, entries along an axis act on other entries of what is marked later.
+    """Whether entries along an axis of arrays marked `start` act on other entries of arrays that are marked later.
 
-    Marks count whose label, a number of axes, says that they have the axis. The walk ends at `lax.stop_gradient`, but
-    not at comparisons and integers, of which a score has a derivative. None is the fact of what is not known, and MIXED
-    of what is made of all entries, as a sum over the axis, or of two operands with different axes. A mask or a diagonal
-    that leaves an entry with its own alone is not seen.
+    A mark counts if its label, a number of axes, is above the axis. The walk ends at `lax.stop_gradient`, but not at
+    comparisons and integers, since a score differentiates what they decide. None is the fact of what is not known, and
+    MIXED of what is made of all entries, as a sum over the axis, or of two operands with different axes. A mask or a
+    diagonal that takes the mixing away is not seen.
     """
     found = False
 
@@ -230,7 +230,7 @@ _OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "slice", "sort", "split"}
 
 
 def _of_all(eqn, facts) -> bool:
-    """Whether an equation makes one number, or each, of the entries along the axes that are its operands' facts."""
+    """Whether an equation makes each of its numbers of all entries along the axes that are its operands' facts."""
     name, params = eqn.primitive.name, Parameters(eqn)
     if name == "dot_general":
         return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)

@@ -56,7 +56,7 @@ Arrays = Sequence[Any]  # of arrays, or of pytrees of arrays
 def expose(program: Program, inputs: Values, ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
     """Evaluates a program of one lane, with ports added to what its uses make.
 
-    The program's outputs, and for each use its operands and floating-point outputs; of a `scan`, stacked over steps.
+    Returns the program's outputs, and by use its operands and floating-point outputs; those of a `scan` are stacked.
     """
     walk = _Expose(ports)
     return walk.run(program, inputs), walk.operands, walk.made
@@ -282,7 +282,7 @@ def _tagged(value):
 
 
 def _moved(eqn, values, outputs):
-    """The factors of a view that an equation makes of one other, or None if they are not factors any more."""
+    """The factors of a view that an equation makes of one other view; None if its signs are no factors any more."""
     if eqn.primitive.name == "mul" and values[0].kind == ValueKind.FIXED:
         values = values[::-1]
     view, *others = values

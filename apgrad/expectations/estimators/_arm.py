@@ -5,9 +5,9 @@ phi (one or many choices), u uniform on (0, 1) and one u a choice,
 
     d/dphi E[c(x)] = E[(c(1[u > sigmoid(-phi)]) - c(1[u < sigmoid(phi)])) (u - 1/2)].
 
-*Derivation.* For one choice the right side is the integral of (c(x') - c(x)) (u - 1/2), with x' = 1[u > 1 - p] and
-x = 1[u < p], that is p (1 - p) (c(1) - c(0)): the derivative with respect to the logit. Of many choices each has this
-given the others, since x and x' are both samples: the first goes on, and the cost is the mean of the two.
+*Derivation.* For one choice the right side is the integral of (c(x') - c(x)) (u - 1/2), with x' = 1[u > 1 - p] and x =
+1[u < p], that is p (1 - p) (c(1) - c(0)): the derivative with respect to the logit. With many choices this holds for
+each given the others, since x and x' are both samples: x goes on, and the cost is the mean over both.
 """
 
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
@@ -15,7 +15,7 @@ from apgrad.expectations.estimators._disarm import antithetic
 
 
 def arm() -> ChoiceEstimator:
-    """Augment-REINFORCE-merge, for Bernoulli choices; `ap.choose` takes it. `disarm()` has no more variance.
+    """Augment-REINFORCE-merge, for Bernoulli choices; `ap.choose` takes it. `disarm()` never varies more.
 
     Another distribution is a `TypeError` at trace time, and so is differentiating twice.
 

@@ -9,7 +9,7 @@ estimates the derivative with respect to a choice's logit: leave-one-out (`_rloo
 
 *Derivation.* Let any two samples be a pair as in `_disarm.py`, all of one symmetric law. As there, 1/2 (c(x) - c(x')) h
 is right for h = r (x - x'), if E[h | x] = x - p. With q = P(x = 1, x' = 0) = P(x = 0, x' = 1), E[h | x = 1] = r q / p,
-which is 1 - p for the r above, and E[h | x = 0] = -r q / (1 - p) = -p. The mean of all pairs is the formula.
+which is 1 - p for the r above, and E[h | x = 0] = -r q / (1 - p) = -p. The mean over all pairs is the formula.
 
 *The samples.* With d uniform on the simplex (Dirichlet, all ones), u_i = (1 - d_i)^m with m = n - 1 is uniform, and
 P(u_1 < a, u_2 < a) = max(0, 2 a^(1/m) - 1)^m, since P(d_1 > s, d_2 > t) = max(0, 1 - s - t)^m. So with s the smaller

@@ -5,8 +5,8 @@ with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Ta
 
 * `"leave_one_out"`: the mean of the other lanes' cost, cost by cost (Kool et al., 2019). The default.
 * `"standardized"`: the standard score of the cost among all lanes, (c - mean) / (deviation + 1e-4), is charged in its
-  place (GRPO; Shao et al., "DeepSeekMath", 2024, section 4.1.1). It is biased, and of the first order.
-* `None`, or a function of the node's inputs, which is constant to differentiation, or is a `learned_baseline`.
+  place (GRPO; Shao et al., "DeepSeekMath", 2024, section 4.1.1). It is biased, and has no second derivative.
+* `None`, a function of the node's inputs, which is held constant, or a `learned_baseline`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
 
     Its parameters are arguments of the objective that lanes share, whose gradient is the regression's alone, averaged
     over lanes and summed over nodes. Other parameters that the function uses get the sum of both gradients, which is
-    not the gradient of the expected cost: hold them constant in it by `jax.lax.stop_gradient`.
+    not the gradient of the expected cost: hold them constant in the function by `jax.lax.stop_gradient`.
 
     Args:
       function: `(*inputs)` of the node, as a function for `likelihood_ratio`; with `parts`, one value a part.
@@ -64,7 +64,7 @@ def is_standardized(baseline: object) -> bool:
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:
-    """Keyword arguments of `credit`; `mapped`: the inputs' axes and the number of lanes, None for functions of all."""
+    """Keyword arguments of `credit`; `mapped`: the inputs' axes and the number of lanes, None without `vmap`."""
     if baseline is None or isinstance(baseline, str):
         return {"baseline": baseline}
     learned = isinstance(baseline, LearnedBaseline)

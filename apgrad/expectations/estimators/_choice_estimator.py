@@ -23,14 +23,14 @@ class ChoiceEstimator(NamedTuple):
       name: the estimator's name in errors.
       estimate: `(distribution, key, costs) -> (x, cost)`. The distribution's batch shape is (lanes, *rest). `costs(xs)`
         evaluates the continuation at n outcomes a lane, xs (n, lanes, *rest, ...): (n, lanes). x is a sample of the
-        distribution (lanes, *rest, ...). Given what came before the choice, cost (lanes,) and its derivatives with
-        respect to all parameters must have the expectation of `costs(x)` and its derivatives as their own.
+        distribution (lanes, *rest, ...). Given what came before the choice, cost (lanes,) estimates the expectation of
+        `costs(x)`, and its derivatives with respect to all parameters estimate those of this expectation.
       evaluations: `distribution -> int`: at how many outcomes a lane `estimate` evaluates the continuation. Where the
         continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       relaxed: the continuation is given floating-point outcomes; a one-hot vector for a categorical choice.
-      every_order: this holds for derivatives of every order; else differentiating twice is a `TypeError`.
+      every_order: the claim holds for derivatives of every order; else differentiating twice is a `TypeError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

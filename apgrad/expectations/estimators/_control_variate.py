@@ -12,7 +12,7 @@ theta, so that with z and z' differentiable in theta, and e the exponential of a
     k(z) - k(z') e                                                                                    (*)
 
 has expectation 0, with all of its derivatives: a control variate for c(x) e. It enters as a zero with its derivatives.
-Pathwise derivatives of k miss its jumps, and k(z') e does not: a k that jumps where x does takes away the gradient.
+Pathwise derivatives of k miss the jumps of k, k(z') e does not: a k that jumps where x does takes away the gradient.
 
 *The conditional relaxation, from the same noise* (Tucker et al., 2017, appendix: the coupling). Given x, z is a fixed
 function of noise w whose distribution does not depend on theta: for Bernoulli choices (x = 1; x = 0 mirrors it)
@@ -28,7 +28,7 @@ of how z and z' depend on each other; sharing the noise takes away the variance 
 
 *Training.* The gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so the
 derivative of |g|^2 with respect to the parameters of k estimates that of the variance. It enters as a zero with this
-derivative, with phi and all else held fixed; in the estimate k's own parameters are held fixed.
+derivative, with phi and all else held fixed; in (*) the parameters of k are held fixed.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
 def second_moment(surrogate: Callable[[Any], Any], choices: Choices) -> jax.Array:
     """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits.
 
-    The surrogate's categorical logits are logarithms of probabilities, in all directions but those of their sum.
+    Categorical logits are normalized for the surrogate, and g is the gradient with respect to those before that.
     """
     normalized = jax.nn.log_softmax if choices.categorical else lambda phi: phi
     return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(normalized(phi))))(lax.stop_gradient(choices.logits)) ** 2)
@@ -80,13 +80,13 @@ def second_moment(surrogate: Callable[[Any], Any], choices: Choices) -> jax.Arra
 def with_control_variate(
     what: str, choices: Choices, key: jax.Array, costs: Callable[..., Any], control: Callable[..., Any], parameters: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The sample and its cost; in `control(parameters, z)`, (lanes,), nothing but these two may have a derivative."""
+    """The sample and its cost; `control(parameters, z)`, (lanes,), depends on nothing else that is differentiated."""
     choices = choices._replace(logits=within_floats(choices.logits))
     x, unconditional, conditional = relaxed(choices, key)
     cost = costs(x)
 
     def value(parameters, z):
-        with without_validation():  # else a log_prob in it is -inf at what is no outcome
+        with without_validation():  # else a log_prob in the control is -inf between outcomes
             return control(parameters, z).astype(cost.dtype)
 
     def surrogate(phi, parameters, cost):

@@ -10,9 +10,9 @@ estimates the derivative with respect to phi.
 
 *Derivation.* Let h(x, x') be antisymmetric. The pair's distribution is symmetric, so that E[1/2 (c(x) - c(x')) h] =
 E[c(x) h] = E[c(x) E[h | x]], also where c looks at many choices, whose pairs are independent. So h may be anything with
-E[h | x] = d log p(x) / dphi = x - p. The pair differs in each way with probability min(p, 1 - p). So for h = r (x -
-x'), E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r = max(p, 1 - p), and E[h | x = 0] = -p likewise. Both
-outcomes are samples: the first goes on, and the cost is the mean of the two.
+E[h | x] = d log p(x) / dphi = x - p. Each way to differ has the probability min(p, 1 - p). So for h = r (x - x'), E[h |
+x = 1] = r min(p, 1 - p) / p, which is 1 - p for r = max(p, 1 - p), and E[h | x = 0] = -p likewise. Both x and x' are
+samples: x goes on, and the cost is the mean over both.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ bits: with probabilities p_0 ... p_{K-1} and the tails P_k = p_k + ... + p_{K-1}
 = p_k / P_k, and z is the first k whose bit is 1. Antithetic bits b' (`_disarm.py`) make another, z'.
 
 *Derivation.* As there, 1/2 (c(z) - c(z')) h is right, for h = sum of h_k antisymmetric, if E[c(z) h_k] is E[c(z) d log
-p(b_k)] for each k. Take the bits one after the other, s_k being the score of bit k.
+p(b_k)] for each k. A category is open at k if no bit before k is 1, else decided; s_k is the score of bit k.
 
 * Both categories open at k: h_k = r_k (s_k(b_k) - s_k(b'_k)), of mean s_k(b_k) given b_k, with r_k = max(v_k, 1 - v_k).
 * z open and z' decided: h_k = s_k(b_k).
@@ -58,7 +58,7 @@ def disarm_stick_breaking() -> ChoiceEstimator:
 
         first, second = jnp.minimum(z, other), jnp.maximum(z, other)
         ratio = jnp.maximum(pick(v, first), 1 - pick(v, first))
-        # The tail after `first`; where the two are equal the index is out of use.
+        # The tail after `first`; where z and z' are equal, the index is not used.
         after = pick(tail, jnp.minimum(first + 1, v.shape[-1] - 1))
         h = ratio * (pick(density, first) - after) - (pick(density, second) - after)
         sign = jnp.sign(other - z).astype(h.dtype)

@@ -67,7 +67,7 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
 
 
 def within_floats(logits: jax.Array) -> jax.Array:
-    """Finite logits: z = phi + noise is finite then, and its functions; derivatives are 0 beyond the bounds."""
+    """Logits within finite bounds, so that functions of z = phi + noise are finite; beyond them derivatives are 0."""
     far = -float(np.log(jnp.finfo(logits.dtype).tiny))
     return jnp.clip(logits, -far, far)
 

@@ -15,7 +15,7 @@ with e_j the exponential of a zero with the derivatives of log p(x_j), and zero(
 The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are the derivatives of v_j . mu; the
 last term gives them back. For a cost that is linear in x, and a = 1, no variance is left.
 
-With a = 0 it is leave-one-out, which a = 1 can be worse than; a can be trained on the variance (`_control_variate.py`).
+With a = 0 it is leave-one-out. a = 1 can be worse; a can be trained on the variance (`_control_variate.py`).
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
     E[c(x)] = sum over x of p(x; theta) c(x)
 
-is exact to any order, for one evaluation of the continuation a joint outcome: exponentially many in a lane's choices.
+is exact to any order. It evaluates the continuation at each joint outcome: exponentially many in a lane's choices.
 """
 
 import functools

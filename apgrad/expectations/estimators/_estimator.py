@@ -32,7 +32,7 @@ and under `ap.adaptive`, and biased otherwise. `"yes"`: it is biased.
 class Estimator(NamedTuple):
     """How one random choice is differentiated: by a pathwise derivative, by a score, or by the sum of both.
 
-    In a sum the score is for what the pathwise derivative leaves out; a `Mixer` weighs estimators that are whole.
+    In a sum the score adds what the pathwise derivative leaves out; a `Mixer` weighs estimators that are complete.
 
     Attributes:
       name: the estimator's name in errors.
@@ -40,7 +40,7 @@ class Estimator(NamedTuple):
         None: the sample is drawn plainly and carries no derivative.
       score: `(distribution, x) -> log-density`, or anything of its shape whose derivative the cost-to-go is to
         multiply; where its value is NaN or infinite the objective is NaN. None: the choice is not charged with costs.
-        In half precision x is the sample before rounding, and NaN if `pathwise` has drawn another one than `sample`.
+        In half precision x is the sample before rounding, and NaN if `pathwise` has drawn another sample than `sample`.
       baseline: what is taken off the cost-to-go, as in `likelihood_ratio`.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.

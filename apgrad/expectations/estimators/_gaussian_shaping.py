@@ -1,19 +1,19 @@
 """Gaussian shaping: likelihood ratio with the cost replaced by what a Gaussian fit explains of the cost.
 
-Many choices blur a state into something near a Gaussian. Gaussian shaping (Parmas, 2018; Proppo, appendix C.3)
-fits one to the lanes' states x before the cost, mu and Sigma, and asks how the expected cost under the fit,
-C(mu, Sigma), depends on its moments. To first order a lane moves that expected cost by, with d = x - mu,
+Many choices blur a state into something near a Gaussian. Gaussian shaping (Parmas, 2018; Proppo, appendix C.3) fits
+one, N(mu, Sigma), to the lanes' states x before the cost, and asks how the expected cost under the fit, C(mu, Sigma),
+depends on mu and Sigma. To first order a lane moves that expected cost by, with d = x - mu,
 
     g = C_mu . d + <C_Sigma, d d^T - E[d d^T]>,
 
 and it is g, not the raw cost, that the choices before it are charged with. g has far less noise than the cost where the
 fit is good, and is wrong where it is not. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
 
-*The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: in the fit,
-as published, it makes the gradient (L - 1) / L of the right one. With m = x - mu the difference from the mean of all
+*The lane itself is in no moment.* A lane is charged with g for the fit to the other L - 1 lanes: with the lane in the
+fit, as published, the gradient is (L - 1) / L of the right one. With m = x - mu the difference from the mean of all
 lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat equation), so
-that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from the others'
-covariance, and taken off. For a quadratic cost this is exact with any number of lanes. The pathwise derivative
+that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). The mean of <C_Sigma, d d^T> is known from the others'
+covariance, and is taken off. For a quadratic cost this is exact with any number of lanes. The pathwise derivative
 (`pathwise="shaped"`) is that of g at fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
@@ -30,15 +30,15 @@ from jax.flatten_util import ravel_pytree
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations._ports import charge_shaped
 
-# In all bits: with the few that a GPU or TPU takes by default, a covariance may lose positive definiteness.
+# In full precision: with the few bits that a GPU or TPU takes by default, a covariance may not be positive definite.
 matmul = functools.partial(jnp.matmul, precision="highest")
 
 
 def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Shaping for `tape.cost(cost_function, x, shaping=gaussian_shaping())`.
 
-    The value, and derivatives by what the cost function closes over, are the raw costs'. The gradient is unbiased for
-    Gaussian states and quadratic costs; other costs leave a bias of order 1 / lanes, other states one that stays.
+    The value is the raw costs', and so are derivatives by what the cost function closes over. The gradient is unbiased
+    for Gaussian states and quadratic costs. Other costs leave a bias of order 1 / lanes, other states a constant bias.
 
     Args:
       pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).
@@ -104,7 +104,7 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def cholesky(covariance: jax.Array) -> jax.Array:
-    """The lower Cholesky factor F, with a millionth added to each variance; zero for a component without any.
+    """The lower Cholesky factor F, with a millionth added to each variance; zero for components without variance.
 
     Such a component j has the first derivative of F_j = L^-1 Sigma_j, with the others' factor L, as if j came last.
     """

@@ -28,8 +28,8 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       FloatingPointError: when it runs, for a sample rounded to where its density is 0 or infinite, or more coarsely
         than its scale, or clipped by NumPyro to an end of the unit interval or simplex (but for Beta and Dirichlet).
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, `Poisson(0.0)`), the derivative lacks what it
-    would cost: take logits, or the logarithm of a rate. For a mean of 0 of `NegativeBinomial2` the derivative is NaN.
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, `Poisson(0.0)`), the derivative lacks that
+    outcome's cost: take logits or a log-rate. For a mean of 0 of `NegativeBinomial2` the derivative is NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

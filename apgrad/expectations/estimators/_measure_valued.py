@@ -4,7 +4,7 @@ Pflug, "Gradient estimates for the performance of Markov chains and discrete eve
 Vazquez-Abad, 2008; Mohamed, Rosca, Figurnov & Mnih, "Monte Carlo gradient estimation in machine learning", JMLR 2020,
 section 6. The derivative of a density with respect to a parameter is a constant times the difference of two densities,
 dp/dtheta = r (p+ - p-), so that d/dtheta E[c(x)] = r (E[c(x+)] - E[c(x-)]), which asks nothing of c: it may jump. With
-the same noise in x+ and x-, most of the variance cancels. Of several choices each has the others at their sample.
+the same noise in x+ and x-, most of the variance cancels. Of several choices, one varies at a time.
 
 | distribution | parameter | r | x+ | x- |
 |---|---|---|---|---|
@@ -44,7 +44,7 @@ _SHAPE = "measure_valued does not differentiate the shape of a gamma distributio
 def measure_valued() -> ChoiceEstimator:
     """Measure-valued derivatives, for normal, Bernoulli, Poisson and gamma choices; `ap.choose` takes it.
 
-    Another distribution is a `TypeError` at trace time, and so is differentiating twice, or by a gamma's shape.
+    Another distribution is a `TypeError` at trace time, and so is a second derivative, or one by a gamma's shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

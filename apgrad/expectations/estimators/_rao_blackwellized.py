@@ -11,7 +11,7 @@ not depend on r, E_r[p(r) / q(r) b] = (1 - P) b to every order, so that
 
     b (p(r) / q(r) - (1 - P))
 
-is a control variate with b the mean cost in T. What goes on is an outcome of T with its probability, and r otherwise.
+is a control variate with b the mean cost in T. The program goes on with an outcome of T, by its probability, or else r.
 """
 
 import jax

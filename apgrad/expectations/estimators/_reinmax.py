@@ -1,4 +1,4 @@
-"""ReinMax: straight-through of second order, by Heun's method. Biased, less so.
+"""ReinMax: straight-through of second order, by Heun's method. Biased, but less so.
 
 Liu, Dong, Liu, Yu & Gao, "Bridging discrete and backpropagation: straight-through and beyond", NeurIPS 2023, algorithm
 2. The derivative of the expected cost of a categorical choice with probabilities p is a sum of differences c(x_i) -
@@ -12,7 +12,7 @@ log q plus the change of phi. Its expectation for one choice, at T = 1, is
 
     sum over i of p_i c'(x_i) . (2 dq_i - dp / 2),      q_i = (x_i + p) / 2.
 
-A Bernoulli choice is one of two categories, of which the second is what the sample shows.
+A Bernoulli choice is one of two categories, and its sample is the second component of d.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 Bengio, Leonard & Courville, "Estimating or propagating gradients through stochastic neurons for conditional
 computation", 2013. It takes the slope of the cost at the sample in the place of differences of costs, which is right
-for costs that are linear in the sample, for no other. Its expectation for one choice is
+for costs that are linear in the sample and for no others. Its expectation for one choice is
 
     sum over x of p(x) c'(x) . dmu/dtheta.
 """

@@ -7,8 +7,8 @@ Messages go back through each estimator, lane by lane, to the distribution's par
 * `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
   weights. `of_batch` is all of it for `ap.sample`, which samples one distribution of all lanes. A distribution may keep
-  what it computed of a parameter, sample by the one and have its density by the other, as `StudentT` and `LKJCholesky`
-  do. An estimator's answer for each array is then no gradient, only their sum is, and all have one weight (`_alike`).
+  a parameter and what it computed from it, one for samples, one for the density, as `StudentT` and `LKJCholesky` do. An
+  estimator's answer for one array is then no gradient, only their sum is, and all have one weight (`_alike`).
 
 *Suffix.* The gradient that later nodes have gathered, lane by lane, travels on a port of the tape. For the features of
 closures, which stand behind those of the arguments and differ from node to node, it counts as zero.
@@ -61,7 +61,7 @@ class WayBack(NamedTuple):
 
 
 def mixed(way: WayBack, folds: int, to_x: Streams, gathered: Gathered) -> tuple[Any, Streams, Gathered]:
-    """The backward pass: messages to what lanes share in the output stream, to the lanes' own in both, and the rest."""
+    """The backward pass: messages to what lanes share (output stream), to the lanes' own (both), and `gathered`."""
     weights, gathered = way.weigh(gathered)
     swapped = jax.tree.map(lambda w: w[::-1], weights) if folds > 1 else weights
     shared, output = own = way.finish(mixture(swapped, way.answers.output), swapped, to_x.output, True)
@@ -141,9 +141,9 @@ def of_batch(
 ) -> WayBack:
     """The way back in `ap.sample`; the arrays that have the lanes first, `led`, are weighed coordinate by coordinate.
 
-    `pull(to_x, to_zeros, weights=None)` has for each estimator a list with its message to each array of parameters, or
-    None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back. Arrays that
-    lanes share have the weights of the whole, as all arrays have that are `_alike`.
+    `pull(to_x, to_zeros, weights=None)` returns for each estimator a list with its message to each array of parameters,
+    or None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back. Arrays that
+    lanes share have weights made of all arrays, and if the arrays are `_alike`, all of them have these weights.
     """
     own = pull(to_x.own, to_zeros)
     by_stream = Streams(own, own if folds == 1 else pull(to_x.output, to_zeros))
@@ -166,7 +166,7 @@ def of_batch(
     def finish(mixed, weights, to_x, _):
         found = place(mixed[0], chosen, [None] * len(led))
         if shared:
-            # Weighed before they are pulled back, lane by lane: what lanes share has no lanes to weigh.
+            # Messages are weighed lane by lane before they are pulled back: what lanes share has no axis of lanes.
             by_lane = jnp.repeat(weights[1], len(to_x) // folds, axis=0).T
             each = pull(to_x, to_zeros, by_lane)
             found = place([add(answer[i] for answer in each) for i in shared], shared, found)
@@ -177,7 +177,7 @@ def of_batch(
 
 
 def _alike(pull, to_x, to_zeros):
-    """Whether estimators send messages to different arrays of a distribution, which then have one weight."""
+    """Whether the estimators send messages to different arrays of a distribution: then all arrays have one weight."""
     program, answers = trace(pull, to_x, to_zeros)
     inputs = [True] * len(program.jaxpr.invars)
     through = lambda eqn, facts: [any(facts)] * len(eqn.outvars) if nested(eqn) is None else None
@@ -193,16 +193,16 @@ def _rows(x):
 def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple[bool, ...]:
     """For each array of a distribution's parameters, whether it is floating-point and surely has the lanes first.
 
-    An array that lanes share may have a first axis of that length by chance, and would be biased in folds; one that
-    counts as shared is mixed rightly in any case. NumPyro's have all axes of the batch, of each distribution its own:
-    those in a mixture may lack the lanes, or have the axis of components first. Transforms may hold anything, and so
-    may a distribution of the user's: see `surely_led`.
+    An array that lanes share may have a first axis of that length by chance. If it were weighed by lanes, it would be
+    biased in folds; an array that counts as shared is right in any case. NumPyro's arrays have all axes of their
+    distribution's batch: those in a mixture may lack the lanes, or have the axis of components first. Transforms may
+    hold anything, and so may a distribution of the user's: see `surely_led`.
     """
     wrappers = transforms.ComposeTransform | transforms.IndependentTransform
     one_transform = lambda x: isinstance(x, transforms.Transform) and not isinstance(x, wrappers)
 
     def led_in(part, batch):
-        """The flags of a part's arrays, where the lanes are the first of the axes of its batch, of this number."""
+        """The flags of a part's arrays; the part's batch has this number of axes, the lanes first."""
         inside = lambda x: x is not part and (one_transform(x) or isinstance(x, dist.Distribution))
         found = []
         for x in jax.tree.leaves(part, is_leaf=inside):
@@ -223,7 +223,7 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
 
 
 def surely_led(led: Sequence[bool], pull: Any, to_x: Any, to_zeros: Any) -> tuple[bool, ...]:
-    """Those of the arrays whose message of a lane is made of messages to that lane alone, as the program shows."""
+    """The flags `led`, where the program shows that a lane's message is made of messages to that lane alone."""
     program, answers = trace(pull, to_x, to_zeros)
     inputs: list[Any] = [{"messages": {0: 0}}] * len(program.jaxpr.invars)
     found = jax.tree.structure(answers).unflatten(dependence(program, inputs))
@@ -237,7 +237,7 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
     if suffix is None or not weighting.suffix:
         suffix = jnp.zeros_like(features[:, 0])
 
-    @jax.ensure_compile_time_eval()  # weights that are constants are numbers, which are looked at
+    @jax.ensure_compile_time_eval()  # constant weights are numbers then, and are checked
     def one_fold(features, suffix):
         number, weights = len(features), weighting.rule(features, suffix)
         if not isinstance(weights, jax.Array | np.ndarray) or weights.shape != (number,):
@@ -247,7 +247,7 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
         weights = weights.astype(np.promote_types(features.dtype, np.float32))
         wrong = ~(jnp.abs(jnp.sum(weights) - 1) <= tolerance)
         if not isinstance(wrong, Tracer) and wrong:
-            raise ValueError(f"{what}: the weights of a rule sum to 1, else the gradient is wrong; got {weights}")
+            raise ValueError(f"{what}: the weights of a rule must sum to 1, else the gradient is wrong; got {weights}")
         return jnp.where(wrong, jnp.nan, weights)
 
     return jax.vmap(one_fold)(features, suffix)

@@ -2,9 +2,9 @@
 
 The *target* of a node is what is differentiated of the arguments that lanes share and of the arrays that the function
 closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane are, for each
-estimator, its gradient of the target in a row. Where the shared arguments have more than `EXACT` elements, all of it is
-a sketch of the gradient, which keeps inner products on average, and weights need nothing else (`_programs/uses.py`).
-Where they have not, the gradient of the arrays closed over stands behind theirs, as it is or sketched by this bound.
+estimator, its gradient of the target in a row. Where the shared arguments have more than `EXACT` elements, features are
+a sketch of the gradient, which keeps inner products on average; weights need no more (`_programs/uses.py`). Else the
+arguments' gradient comes first, then that of arrays closed over, sketched if these have more than `EXACT` elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class ToArguments(NamedTuple):
 def to_arguments(
     traced: TracedNode, memory: NodeMemory, lanes: int, messages: list[list[Any]], featured: int
 ) -> ToArguments:
-    """The way back of messages to the arrays of all lanes' distributions; the first ones, `featured`, have features."""
+    """The way back of messages to the arrays of all lanes' distributions; the first `featured` sets have features."""
     shared, structure = jax.tree.flatten(memory.shared)
     lane, arguments = jax.tree.leaves(memory.lane), len(memory.shared[0])
     of_shared, of_lane = memory.perturbed.value

@@ -7,20 +7,20 @@ node, and the gradient G that later nodes have gathered, the weights of least va
 
 What is averaged over calls is the inner products and not the weights: one lane in thousands that explodes would turn
 the weight of its call, while in the mean of the inner products it counts for what it is. Each cell of the node's inputs
-may have moments of its own; until a window has seen `ENOUGH` lanes a cell on average, all cells have the
-node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<c_1, D>` and
-`<c_2, D>`, whose difference is `<D, D>`, the same two with G, and a common power of two apart:
+may have moments of its own; until a window has seen `ENOUGH` lanes a cell on average, all cells have the node's. Inner
+products of an exploding estimator overflow float32, and 1 - 1e-15 is rounded to 1. So a row has `<c_1, D>` and `<c_2,
+D>`, whose difference is `<D, D>`, the same two with G, and separately a common power of two:
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
-*Two windows.* The mean over a short window has not seen the rare lane that makes the variance, and the mean over
-a long one lags behind parameters that move. Both are kept, and the likelihood ratio gets the larger of its two weights.
-A window forgets at once what leaves it: two rows a visit, of the current block of at most n calls and the n before.
+*Two windows.* The mean over a short window has not seen the rare lane that makes the variance, and the mean over a long
+one lags behind parameters that move. Both are kept, and the likelihood ratio gets the larger of its two weights. A
+window of n calls has two rows for each visit: the mean over the current block of at most n calls, and the n before.
 
 *Cells.* Given all that was drawn before a node's noise, the pathwise and the score message have the same mean, where
 the cost to come does not jump. So a weight may depend on that past, and where pathwise gradients explode in a part of
-the state space, the likelihood ratio is needed there alone. There are moments, and weights, for each of `CELLS` Voronoi
-cells of fixed random points, among a node's own inputs, standardized over lanes. More than 8 numbers are sketched.
+the state space, the likelihood ratio is needed there alone. So the space of a node's own inputs, standardized over
+lanes, has `CELLS` Voronoi cells of fixed random points, each with moments and weights. More than 8 inputs are sketched.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def row(features: jax.Array, suffix: jax.Array, cell: jax.Array, cells: int) -> 
     exponent = jnp.clip(exponent, -most, most)
     three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)[cell][None, :, None]
     difference = three[1] - three[0]
-    if cells == 1:  # With one side of an inner product centred the other need not be. In cells lanes are few.
+    if cells == 1:  # One centred side of an inner product suffices. Cells have too few lanes to centre.
         difference = difference - jnp.mean(difference, axis=0, keepdims=True)
     products = jnp.sum(three * difference[None], axis=2)
     first, second, gathered = jnp.sum(jnp.where(inside[None], products[:, None], 0), axis=2) / len(cell)
@@ -107,7 +107,7 @@ def visited(rows: jax.Array) -> jax.Array:
 
 
 def weights(averages: jax.Array, lanes: jax.Array) -> jax.Array:
-    """The estimators' weights for message, then contribution, (slots, cells, 4), by rows that are of so many lanes."""
+    """The estimators' weights for message, then contribution, (slots, cells, 4), by mean rows of so many lanes."""
 
     def pair(first, second):
         square = second - first

@@ -55,7 +55,7 @@ def draw_by_mixer(
     def build(shared, lane):
         return converted(shared[0], lane, *shared[1])
 
-    # The functions of the node hold what they need of the tape: the program is traced twice, each time with another.
+    # The node's functions hold what they need of the tape: the program is traced twice, each time with another tape.
     traced = TracedNode(mixer, what, build, tape._plan.folds)
     tape, visit = channels.visit(tape, what)
     number = None
@@ -74,7 +74,7 @@ def draw_by_mixer(
     def backward(memory, message):
         to_x, to_zeros, gathered = message
         shared = lane = None
-        if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
+        if any(any(group) for group in memory.perturbed.value):  # else only what is gathered passes through
             streams = both_streams(to_x, traced.folds)
             way = (ways.by_arguments if at_arguments else ways.by_coordinates)(traced, memory, streams, to_zeros)
             shared, both, gathered = ways.mixed(way, traced.folds, streams, gathered)
@@ -114,8 +114,8 @@ def draw_batch_by_mixer(
         if not any(led):
             shapes = [jnp.shape(p) for p in jax.tree.leaves(distribution)]
             raise ValueError(
-                f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, and none "
-                f"has the lanes ({lanes}) as leading axis for sure; got shapes {shapes} for a sample of shape {shape}. "
+                f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, and no "
+                f"parameter shows the lanes ({lanes}) as leading axis; got shapes {shapes} for a sample of {shape}. "
                 "Broadcast a parameter to all axes of the sample, or use ap.stochastic."
             )
         return (x, zeros), (pull, Static(led))

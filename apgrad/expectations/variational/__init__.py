@@ -4,9 +4,9 @@
     loss = lambda key, theta, phi, x: -jnp.mean(bound(key, encoder(phi, x), lambda z: log_joint(theta, z, x)))
 
 A *bound* is a function `(key, proposal, log_joint)` of the proposal q(z | x), a distribution of any batch shape, and of
-log p(x, z), a function of samples (samples, *batch, *event). It returns the estimate for each member of the batch.
-Its derivatives of any order are right in expectation, with respect to all that proposal and `log_joint` were made of,
-if `log_joint` of a sample and member depends on no other one: what does is one event, by `.to_event`.
+log p(x, z), a function of samples (samples, *batch, *event). It returns the estimate for each member of the batch. Its
+derivatives of any order are right in expectation, with respect to all that proposal and `log_joint` were made of, if
+`log_joint` of one sample and member depends on no other. Else make members one event, by `.to_event`.
 
 | bound | for | K samples | reference |
 |---|---|---|---|

@@ -56,7 +56,7 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
 
 
 def require_own(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> None:
-    """Refuses a log-joint that mixes samples or members of the batch: a score pays for the weight of its own alone."""
+    """Refuses a log-joint that mixes samples or members of the batch: a sample may act on its own weight alone."""
     axes = 1 + len(distributions.batch_shape(proposal, z[0]))
     marked = lambda z: mark(log_joint(mark(z, Mark.DRAWN, axes)), Mark.COST, axes)
     program, _ = pure.trace(what, marked, lambda z: z, [z])
@@ -69,13 +69,13 @@ def require_own(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
 
 
 def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
-    """For each sample all values, (samples, samples, ...), with others in the sample's own place."""
+    """For each sample the values of all, (samples, samples, ...), with `instead` in the sample's own place."""
     own = jnp.eye(len(x), dtype=bool).reshape(len(x), len(x), *[1] * (x.ndim - 1))
     return jnp.where(own, instead, x[None])
 
 
 def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Array]) -> Bound:
-    """The bound by scores, with `baselines(log-weights)` of the others for each sample; infinite ones count as 0."""
+    """The bound by scores; `baselines(log-weights)` has one for each sample, made of the others; inf counts as 0."""
     samples = whole(f"the samples of {what}", samples, 2)
 
     def bound(key, proposal, log_joint):
@@ -83,7 +83,7 @@ def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Arra
         weights, zeros = log_weights(what, proposal, log_joint, z), scores(what, proposal, z)
         require_own(what, proposal, log_joint, z)
         b = baselines(lax.stop_gradient(weights))
-        # The bound pays for all samples; each of them pays less its own baseline.
+        # Every sample is charged with the bound, less the sample's own baseline.
         less = dice(0, zeros, jnp.where(jnp.isfinite(b), b, 0))
         return dice(jax.nn.logmeanexp(weights, axis=0), jnp.sum(zeros, axis=0)) + jnp.sum(less, axis=0)
 

@@ -10,9 +10,9 @@ the zeros with the derivatives of the log-densities of a cost c's choices, the l
 
 with b the mean of c over the other lanes (`dice` of `_ports.py`): derivatives of any order are right in expectation.
 
-The cost log q has a derivative at the fixed sample too, the score, which is zero in expectation. At choices with a
-score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives have the mean 0, the first being the score. A
-`Delta`, whose support moves, keeps the derivative of its `log_density`, a Jacobian in NumPyro's guides.
+The cost log q has a derivative at the fixed sample too, the score, which is zero in expectation. So at choices with a
+score, q(z; phi) / q(z) - 1 is taken off the loss: its first derivative is the score, and all its derivatives have mean
+0. A `Delta`, whose support moves, keeps the derivative of its `log_density`, a Jacobian in NumPyro's guides.
 
 Plates that subsample draw one minibatch for all lanes, so that a baseline is the mean of the same data's costs.
 """
@@ -54,7 +54,7 @@ def elbo(
     """A `numpyro.infer.ELBO` for NumPyro's `SVI`, whose gradient is estimated as each site's estimator says.
 
     Args:
-      estimators: an estimator for each site of the guide that is named.
+      estimators: estimators for sites of the guide, by the sites' names.
       lanes: how many independent samples of the guide the estimate is the mean of: NumPyro's particles.
       default: the estimator of all other sites; None is `reparameterization()` where the distribution has a pathwise
         derivative, and else `likelihood_ratio()`, without a baseline where there is one lane.
@@ -63,8 +63,8 @@ def elbo(
 
     Raises:
       TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
-      ValueError: at trace time, for an estimator of no site of the guide, a latent site of the model that the guide has
-        not or that NumPyro's `cond` draws, or a leave-one-out baseline with one lane.
+      ValueError: at trace time, for an estimator whose name is no site of the guide, a latent site of the model that
+        the guide lacks or that NumPyro's `cond` draws, or a leave-one-out baseline with one lane.
 
     Example:
       >>> import jax, numpyro, numpyro.distributions as dist, apgrad as ap
@@ -211,7 +211,7 @@ class _Draw(Messenger):
             return
         if msg["value"] is not None:
             # NumPyro marks what it has drawn itself, in a loop or branch, which is refused. Any other value is there by
-            # `handlers.substitute`: it is a number like others, and its density is a cost.
+            # `handlers.substitute`: it is a given number, and its density is a cost.
             if not msg.get("_control_flow_done"):
                 self.substituted.add(msg["name"])
             return
@@ -317,7 +317,7 @@ def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
             others = others + zero
         if _learned(site):
             regression = regression - _summed_to(zero_with_gradient(site.baseline), shared, shape)
-    # What no choice tells apart is summed first.
+    # Axes along which no choice is charged by member are summed first.
     value = jnp.sum(cost.value, tuple(a for a in range(1, zeros.ndim) if zeros.shape[a] == 1), keepdims=True)
     less = dice(0, others, lax.stop_gradient(mean_of_others(value, 1))) if others.ndim else 0
     return per_lane(dice(value, zeros) + less + lax.stop_gradient(value) * regression)
