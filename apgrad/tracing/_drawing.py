@@ -16,7 +16,7 @@ ROWS, COLUMNS = 24, 12  # that are readable at the size of a page
 
 
 class Stop(NamedTuple):
-    """Neighbouring edges of a path in one folded scope, with what the path's weight is after them."""
+    """Neighbouring edges of a path in one folded scope, with the weight of the path up to their end."""
 
     scope: str
     primitives: list[str]
@@ -24,7 +24,7 @@ class Stop(NamedTuple):
 
 
 def folded(path: Sequence[Any], depth: int) -> list[Stop]:
-    """A path as stops, of which each is in another scope than the one before; of scopes `depth` names are kept."""
+    """A path as stops, each in another scope than the stop before; a scope is cut to its first `depth` names."""
     stops, weight = [], 1.0
     for scope, steps in itertools.groupby(path, lambda step: "/".join(step.scope.split("/")[:depth])):
         steps = list(steps)
@@ -34,7 +34,7 @@ def folded(path: Sequence[Any], depth: int) -> list[Stop]:
 
 
 def deepest(depth: int, folded: Callable[[int], Any], most: int) -> Any:
-    """What is folded at most at this depth so that it has no more than so many rows, or at depth 1."""
+    """`folded(n)` for the greatest n up to `depth` at which it has at most `most` rows; else `folded(1)`."""
     while depth > 1 and len(folded(depth)) > most:
         depth -= 1
     return folded(depth)
@@ -43,7 +43,7 @@ def deepest(depth: int, folded: Callable[[int], Any], most: int) -> Any:
 def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "viterbi") -> Any:
     """A path as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
-    Each row is a visit to a scope (or, for want of room, a scope), with the product of the |derivatives| up to there.
+    Each row is a visit to a scope (or a scope, if there are too many visits), with the product of |derivatives| so far.
 
     Args:
       trace: made by `ap.trace_gradients`.

@@ -51,9 +51,9 @@ def derivatives(equation: Equation) -> list[Any]:
 
 
 def transposed_mode(name: str, params: Any) -> dict[str, Any]:
-    """Changes to parameters, so that indices that break the promise to be in bounds go where they go in the transpose.
+    """Changes to parameters, for indices out of bounds that were promised to be inside: they go as in the transpose.
 
-    XLA clamps such an index where it gathers, and drops it where it scatters; each is the transpose of the other.
+    XLA clamps such an index in a gather and drops it in a scatter; the transpose of a gather is a scatter, and back.
     """
     if name not in ("gather", "scatter-add", "scatter-sub") or params["mode"] != GatherScatterMode.PROMISE_IN_BOUNDS:
         return {}

@@ -44,7 +44,7 @@ class Influence:
     kind: PathKind = dataclasses.field(metadata={"static": True})
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """The shares by parameter and component, means over leading axes without NaN."""
+        """The shares by parameter and component, as means over leading axes that leave out NaN."""
         columns = mean(self.share).T.tolist()
         return {p: dict(zip(self.components, x, strict=True)) for p, x in zip(self.parameters, columns, strict=True)}
 
@@ -68,8 +68,8 @@ class Influence:
     def top(self, count: int) -> "Influence":
         """At most so many components, in the order of the program: those with the greatest mean share of elements.
 
-        Where there are more, neither those that all or none of each parameter's paths run through are among them, such
-        as a scope that holds a residual add, nor a second one like another.
+        If there are more, these are left out: components that all or none of each parameter's paths run through (such
+        as a scope that holds a residual add), and a component with the same shares as an earlier one.
 
         Args:
           count: how many, at least 1.
@@ -95,7 +95,7 @@ class Influence:
 
 
 def mean(shares: Any) -> np.ndarray:
-    """Over leading axes without NaN, which stays where there is nothing else."""
+    """The mean over leading axes, which leaves out NaN; it is NaN where all shares are."""
     values = np.asarray(shares, float)
     return np.ma.masked_invalid(values.reshape(-1, *values.shape[-2:])).mean(axis=0).filled(np.nan)
 
@@ -170,7 +170,7 @@ def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool
     semiring = SEMIRINGS[kind](words)
     messages = values(Context(semiring, enter=enter), loss)
     gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), loss)
-    # Counts of more than 65,504, and sums, are no numbers of float16.
+    # Counts above 65,504, and sums, may exceed the range of float16.
     sizes = [jnp.abs(g).ravel().astype(real_dtype(gradients)) for g in gradients]
     columns = [_column(semiring, v, size, len(components), words) for v, size in zip(messages, sizes, strict=True)]
     share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
@@ -178,7 +178,7 @@ def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool
 
 
 def at_depth(found: Influence, program: jaxprs.Program, depth: int | None) -> Influence:
-    """Of the influence of all scopes, with their `own` rows, what `influence` gives with this depth."""
+    """What `influence` gives with this depth, taken from the influence of all scopes with `own` rows."""
     components = tuple(dict.fromkeys(n for scope in scopes(program) for n in components_of(scope, depth)))
     row = {name: i for i, name in enumerate(found.components)}
     own = lambda name: f"{name}/" if depth is not None and name.count("/") + 1 < depth else name
@@ -207,7 +207,7 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     def at(step, *args):
         shape = jax.eval_shape(traced, *args)
         if wrong := [s.dtype for s in jax.tree.leaves(shape) if not jnp.issubdtype(s.dtype, jnp.inexact)]:
-            raise TypeError(f"every returns NaN at the steps between, so traced returns floating point; got {wrong[0]}")
+            raise TypeError(f"every returns NaN at the steps between: traced must return floats, got {wrong[0]}")
         nothing = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shape)
         return jax.lax.cond(step % n == 0, lambda args: traced(*args), lambda _: nothing, args)
 

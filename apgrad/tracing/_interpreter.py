@@ -3,8 +3,8 @@
 A value is *active* if it depends on an input for which a message is wanted. Of the equations with programs inside
 
 * `remat` and `cond` remember their inputs, and are walked again on the way back;
-* `scan` stacks what its body remembers over the steps; what is the same in each step, or came in with xs, is not;
-* `while` remembers `KEPT` of its states, evenly spaced, and computes the states between again;
+* `scan` stacks what its body remembers over the steps, but not what is the same in each step or came in with xs;
+* `while` remembers its first state; on the way back it keeps `KEPT` states, evenly spaced, and computes those between;
 * a `custom_jvp` function is walked as the tangent program of its rule, which is linear, a `custom_vjp` function as the
   transposed program of its backward pass if that pass is linear. Otherwise its messages are no sums over edges.
 """
@@ -114,7 +114,7 @@ def _in_parts(context: Context, equation: Equation, function: Callable[..., Any]
     # The parts are no vertices: between them nothing is settled, and no component entered.
     quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
     inputs, active, name = [jnp.asarray(x) for x in equation.inputs], equation.active, equation.name
-    # Where the function is linear, any values give the messages: none are remembered.
+    # Messages do not depend on inputs in which the function is linear: these are not remembered.
     linear = range(len(inputs)) if name in LINEAR_IN_ALL else LINEAR_IN.get(name, ())
     forms = [(x.shape, x.dtype) for x in inputs]
 
@@ -132,7 +132,7 @@ def backward(
     """The messages at all variables of a program; those at its inputs are not settled, as more may come from around."""
     semiring, found = context.semiring, {}
 
-    def add(atom, message):  # in the order of the program, because of two equal contributions the first is to win
+    def add(atom, message):  # in the order of the program: of two equal contributions the first one wins
         if message is not None and not isinstance(atom, Literal):
             found[atom] = semiring.plus(message, found[atom]) if atom in found else message
 
@@ -162,7 +162,7 @@ def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[b
     outputs = jaxprs.caller(eqn)(*inputs)
 
     def pull(memory, messages):
-        program, inputs = lax.optimization_barrier(memory)  # or the compiler merges both walks, and remembers
+        program, inputs = lax.optimization_barrier(memory)  # else the compiler merges both walks, and remembers all
         return walk(context, program, inputs, active).pull(messages)
 
     return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (inside.jaxprs[0], list(inputs))))
@@ -195,7 +195,7 @@ def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
     def body(carry, x):
         walked = walk(context, program, [*outer, *carry, *x], flags)
         leaves, treedef = jax.tree.flatten(walked.pull)
-        # A leaf that is there anyway is not stacked: what the loop closes over, and its xs; others once.
+        # A leaf that is there anyway (what the loop closes over, and its xs) is not stacked; any other leaf is once.
         where = {id(v): ("outer", i) for i, v in enumerate(outer)} | {id(v): ("xs", i) for i, v in enumerate(x)}
         kept = {}
         for n, leaf in enumerate(leaves):
@@ -312,10 +312,10 @@ def _custom(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[
 def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple[Any, list, list[int], list[bool], Any]:
     """The linear program of a function with its own rule: from tangents of active inputs to tangents of outputs.
 
-    With it: zeros for its inputs, the numbers of the active inputs, which outputs have a tangent, and the outputs.
+    After it come zeros for its inputs, the numbers of the active inputs, which outputs have a tangent, and the outputs.
     """
     chosen, call, real = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn), jaxprs.inexact_outputs(eqn)
-    inputs = [jnp.asarray(x) for x in inputs]  # a rule may do with its arrays what NumPy's constants cannot
+    inputs = [jnp.asarray(x) for x in inputs]  # a rule may use methods of JAX's arrays that NumPy's do not have
 
     def with_messages(*inputs):
         outputs = call(*inputs)
@@ -333,12 +333,12 @@ def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple
 
 
 def _require_linear(program: Any, pullback: Callable[..., Any], outputs: Any, where: str) -> Callable[..., Any]:
-    """The tangent map whose transpose is the given pullback, of which the program is that from the inputs on."""
+    """The tangent map whose transpose is the pullback; `program` computes the pullback from inputs and messages."""
     name = f" in {where!r}" if where else ""
     message = (
         f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "
-        "linear in the message ({}), as of total propagation, MPLP and propagators that clip messages. Trace a program "
-        "without it, and what was given to ap.randomize in the place of what it returned."
+        "linear in the message ({}). So it is with total propagation, MPLP and propagators that clip messages. Trace a "
+        "program without it; in place of what ap.randomize returned, trace the function that it was given."
     )
     inputs = [CONSTANT] * (len(program.jaxpr.invars) - len(outputs)) + [LINEAR] * len(outputs)
     if not {ZERO, LINEAR}.issuperset(linearity(program, inputs)):

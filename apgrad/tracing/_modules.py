@@ -1,4 +1,4 @@
-"""Names for the modules of an NNX model: subclasses, since `nnx.split` and `nnx.merge` keep only a module's class."""
+"""Names for the modules of an NNX model, by subclasses: `nnx.split` and `nnx.merge` keep each module's class."""
 
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,7 @@ def name_modules(model: Model) -> Model:
       >>> ap.tracing.influence(lambda params: nnx.merge(graph, params)(jnp.ones(2))[0])(params).components
       ('layers_0', 'layers_1')
     """
-    from flax import nnx  # a second of imports that who traces other functions need not wait for
+    from flax import nnx  # here, since it takes a second, which is lost if other functions are traced
 
     if not isinstance(model, nnx.Module):
         raise TypeError(
@@ -47,7 +47,7 @@ def name_modules(model: Model) -> Model:
 
 @functools.cache
 def _scoped(base: Any, name: str) -> Any:
-    """The subclass whose calls are in a scope; the same object for the same arguments, as a GraphDef compares them."""
+    """The subclass whose calls are in a scope; cached, since a GraphDef compares classes by identity."""
 
     def call(self, *args, **kwargs):
         with jax.named_scope(name):

@@ -4,7 +4,7 @@ A program is walked again, and all messages are kept. At each variable the path 
 its element, and there to the output element that sent most, which a column of the Jacobian shows (a one-hot `jax.jvp`).
 
 With the messages of `viterbi(count=k)`, each contribution comes with the weights of its own k heaviest paths. The path
-of rank n goes to the contribution that has the n-th greatest of all these weights, and continues as the path of it.
+of rank n goes to the contribution with the n-th greatest of all these weights, and continues as that weight's path.
 """
 
 import functools
@@ -50,7 +50,7 @@ class PathStep(NamedTuple):
 
 
 def _heaviest(compared: int) -> Any:
-    """The plus of a semiring with this option `compared`: sums before the component, what the greater one has after."""
+    """The plus of a semiring with this option `compared`: sums before the component, then the greater value's."""
 
     def plus(a, b):
         greater = (b[compared] > a[compared]) | jnp.isnan(b[compared])
@@ -61,7 +61,7 @@ def _heaviest(compared: int) -> Any:
 
 
 def viterbi(masks: int = 0, count: int = 1) -> Semiring:
-    """The semiring of the heaviest path, or of more. It adds logarithms: products would leave the range of a dtype."""
+    """The semiring of the `count` heaviest paths. It adds logarithms: products would leave the range of a dtype."""
     several, zero = top_k(count), (LOG(-math.inf),)
     plus, compared = (_heaviest(0), 0) if count == 1 else (several.plus, None)
     times = lambda a, b: (*(a[0] + x for x in b[:count]), *b[count:])
@@ -72,7 +72,7 @@ def viterbi(masks: int = 0, count: int = 1) -> Semiring:
 def greedy(masks: int = 0) -> Semiring:
     """DuSell's greedy path (Algorithm 1): at each vertex it follows the edge that brings most gradient, |w g|.
 
-    The components are g, the greatest |w g| among the contributions, and its masks. `settle` makes it no semiring.
+    The components are g, the greatest |w g| among the contributions, and its masks. Its `settle` makes it no semiring.
     """
     times, none = lambda a, b: (a[0] * b[0], jnp.abs(a[0]) * b[1], *b[2:]), (0,) * masks
     settle = lambda m: (m[0], jnp.abs(m[0]), *m[2:])
@@ -130,7 +130,7 @@ class NoPathError(Exception):
 
 
 def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int, zero: float) -> tuple[Any, int]:
-    """Of contributions `(what, weights of its paths)`, the one that has the weight of this rank, and which it is."""
+    """Of contributions `(what, weights of its paths)`, what has the weight of this rank, and that weight's number."""
     weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= zero]
     if any(math.isnan(w) for w, *_ in weighed):
         raise ValueError(
@@ -179,14 +179,14 @@ class Reader:
         return [None if m is None else m[self.weights] for m in messages]
 
     def _run(self, name, function, program, *args):
-        """Runs a function of a program that belongs to it by a name; it is read once."""
+        """Runs `function(program, *args)`, for which the name stands: for each form of the arguments compiled once."""
         index = name, *map(form_of, (program, *args)), _shardings((program, args))
         if index not in self._made:
             self._made[index] = self._compiled(function, program, *args)
         return self._made[index](program, *args)
 
     def _walk(self, program, inputs, active, messages):
-        """Of each variable of a program the value and whether it is active; of each equation what came and went."""
+        """For each variable its value and whether it is active; for each equation what arrived and what it sent."""
         jaxpr, context, flags = program.jaxpr, self.context, tuple(active)
         variables = list(dict.fromkeys(v for eqn in jaxpr.eqns for v in jaxprs.variables(eqn.invars)))
 
@@ -229,7 +229,7 @@ class Reader:
             sent = semiring.times(semiring.lift(column.astype(dtype_of(message))), message)
             products, weights = (np.stack(m[self.weights], axis=-1) for m in (sent, message))
             flat = np.where(products > self.zero, products, self.zero).reshape(-1, products.shape[-1])
-            # No more elements than rank + 1 can count.
+            # Only the rank + 1 greatest elements can have the path of this rank.
             first = np.argsort(-flat[:, 0], kind="stable")[: at.rank + 1] if at.rank else [np.argmax(flat[:, 0])]
             for i in np.sort(first):
                 index = tuple(int(n) for n in np.unravel_index(i, column.shape))

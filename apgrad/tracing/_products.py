@@ -1,7 +1,7 @@
-"""Rules of matrix products, of any primitive by the matrix that its derivative is, and of primitives made of others.
+"""Rules of matrix products, of primitives made of others, and `dense`, which takes any primitive by its Jacobian.
 
-Convolutions, windows, cumulative operations and sorting are made of parts, which are walked for the way back only.
-Their edges are the primitive's, since at most one path leads through them from an input to an output element. A
+Convolutions, windows, cumulative operations and sorting are made of parts, which are walked for the way back only. The
+parts give the primitive's edges, since at most one path leads through them from an input to an output element. A
 window's taps are slices of the padded input: so a convolution is a sum over taps k of products w_k . x[k :: stride], a
 maximum a choice of slices. Cumulative operations are scans. Other parts are those of JAX's own derivative.
 """
@@ -60,7 +60,7 @@ def _dot_general(equation: Equation) -> Pull:
 
 
 def dense(equation: Equation) -> Pull:
-    """The pull of any primitive: where messages are cotangents `jax.vjp`, else its whole Jacobian, with a warning."""
+    """The pull of any primitive: `jax.vjp`'s if messages are cotangents, else by its whole Jacobian, with a warning."""
     semiring, chosen = equation.semiring, [i for i, a in enumerate(equation.active) if a]
     shapes, like = [jnp.shape(x) for x in equation.inputs], structs(equation.outputs)
     with_messages = lambda *inputs: [y for y in equation.call(*inputs) if is_inexact(y)]
@@ -75,7 +75,7 @@ def dense(equation: Equation) -> Pull:
     lacks = f"tracing has no rule for the primitive {equation.name!r}"
     if elements > LIMIT:
         raise ValueError(
-            f"{lacks} but its Jacobian, of {elements:,} elements; at most {LIMIT:,} are computed. Trace a smaller "
+            f"{lacks}, and its Jacobian has {elements:,} elements; at most {LIMIT:,} are computed. Trace a smaller "
             "input, or write the operation with other primitives."
         )
     warn(f"{lacks}; its Jacobian ({rows} rows) is computed in full. Right, but slow.")
@@ -145,7 +145,7 @@ def _cumulative(equation: Equation) -> Pull:
 
 def _by_derivative(equation: Equation) -> Pull:
     """By the program of JAX's own derivative: a gather where elements are sorted, or a `scatter-add`."""
-    changes = {"unique_indices": False} if equation.name == "scatter" else {}  # or it would be a scatter again
+    changes = {"unique_indices": False} if equation.name == "scatter" else {}  # else its derivative is a scatter too
     call, chosen = functools.partial(equation.call, **changes), [i for i, a in enumerate(equation.active) if a]
 
     def parts(*inputs):

@@ -137,7 +137,7 @@ def _gather(equation: Equation) -> Pull:
     """gather: gathering the numbers of the operand's elements tells which element each output element is."""
     semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
     if (size := math.prod(shape)) >= 2**31:
-        raise ValueError(f"gather from an array of {size:,} elements: tracing numbers them in 32 bits")
+        raise ValueError(f"tracing follows a gather from fewer than 2^31 elements, got {size:,}: trace a smaller array")
     changes = transposed_mode(equation.name, equation.params) | {"fill_value": -1}
 
     def pull(indices, messages):

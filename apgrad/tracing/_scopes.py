@@ -38,7 +38,7 @@ def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
 
 
 def warn_of_residual_adds(loss: Loss, components: Sequence[str], known: Sequence[str] = ()) -> list[str]:
-    """Says which components hold the way around their branch too, and what to read: those that it returns."""
+    """Warns of the components that hold a residual add, says what to read instead of them, and returns them."""
     parameters = {v: None for v, active in zip(loss.program.jaxpr.invars, loss.active, strict=True) if active}
     holding = dict.fromkeys(_holding(loss.program, parameters, ""))  # in the order of the program
     if not (shown := [name for name in holding if name in components and name not in known]):

@@ -23,7 +23,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
 
     Args:
       f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
-        was randomized is traced in its place (argnums still count the key); inside f, put the original yourself.
+        was randomized is traced in its place (argnums still count the key); inside f, call the original yourself.
       semiring: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()` or `top_k(k)`, or your own `Semiring`.
       argnums: which positional arguments, as for `jax.grad`. All others reach f as they are, strings and functions too.
 

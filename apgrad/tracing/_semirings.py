@@ -29,7 +29,7 @@ class Semiring(NamedTuple):
 
     Attributes:
       name: what errors and tables call the semiring.
-      lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
+      lift: `derivative -> value`, elementwise: the semiring's value of an edge with this derivative.
       times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
       plus: `(value, value) -> value`, elementwise and associative: the sum where edges meet; the first of equals wins.
       zero: the zero of plus, the value of no path: for a component a float (the variable's dtype) or an int (uint32).
@@ -83,8 +83,8 @@ def require_semiring(semiring: Any) -> None:
             forms = [((1, 2), d if d.kind in "bui" else np.float32) for _, d in got]
         if got != forms:
             raise TypeError(
-                f"the semiring {name!r} has a function {function} that returns {got}. It returns a tuple of arrays, "
-                "one for each component, of the shape and the dtypes of what it is given."
+                f"the semiring {name!r} has a function {function} that returns {got}. It must return a tuple of "
+                "arrays, one for each component, of the shape and the dtypes of what it is given."
             )
         return made
 
@@ -156,7 +156,7 @@ def entropy() -> Semiring:
     The expectation semiring (Eisner, "Parameter estimation for probabilistic finite-state transducers", ACL 2002): of
     each path's weight p it sums p and r = p log p, by (p, r)(p', r') = (pp', pr' + rp'). With Z the sum of the p, the
     entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none. The weights are numbers of the
-    variable's dtype: beyond its range they are 0 or inf, and the entropy 0 or NaN. There take float64.
+    variable's dtype: beyond its range they are 0 or inf, and the entropy is 0 or NaN. Then use float64.
 
     Example:
       >>> import apgrad as ap

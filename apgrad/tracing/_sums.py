@@ -78,7 +78,7 @@ def plus_over_copies(semiring: Semiring, value: Value, wide: Any, narrow: Any, s
 
 
 def _fold(semiring: Semiring, value: Value) -> Value:
-    """The plus over the first axis, in order: of pieces beside each other, then of the pieces."""
+    """The plus over the first axis, in order: over each piece of it, all pieces at once, then over the pieces."""
     count, rest = value[0].shape[0], value[0].shape[1:]
     if count <= 8:
         return functools.reduce(semiring.plus, [tuple(x[i] for x in value) for i in range(count)])
@@ -114,7 +114,7 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     order = jnp.argsort(index, stable=True)
     index, value = index[order], tuple(x[order] for x in value)
 
-    def double(step, value):  # of each run of one index the plus of twice as many, up to here
+    def double(step, value):  # makes a value the plus of up to 2^(step + 1) elements of its index
         distance = 1 << step
         before = lambda x: jax.lax.dynamic_slice(jnp.concatenate([x, x]), (x.size - distance,), (x.size,))
         inside = (jnp.arange(index.size) >= distance) & (before(index) == index)
@@ -156,7 +156,7 @@ def contract(
     if batch * count * rows * columns <= SMALL // 8:
         value = products(semiring.lift(weight), message)
         return plus_over(semiring, tuple(jnp.broadcast_to(x, (batch, count, *size)) for x in value), (1,))
-    # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
+    # If the result is too small for a step of the loop, several are made at once, each from its own piece of axis j.
     chunk = _divisor(count, CHUNK) if semiring.kind == "max" else 1
     parts = _divisor(-(-count // chunk), SMALL // (batch * rows * columns) + 1)
     length = -(-count // (parts * chunk)) * chunk
@@ -211,7 +211,7 @@ def _select_greater(a, b):
 
 
 def _bad(semiring, first, second):
-    """Where a factor is not a number, or may make one (0 times infinity)."""
+    """Where a factor is NaN, or may make a NaN (0 times infinity)."""
     limit = jnp.isnan if semiring.zero[0] == -jnp.inf else lambda x: ~jnp.isfinite(x)
     return jnp.any(limit(first), axis=1)[:, :, None] | jnp.any(limit(second), axis=1)[:, None, :]
 
