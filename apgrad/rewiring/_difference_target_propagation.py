@@ -4,9 +4,9 @@ Lee, Zhang, Fischer & Bengio, "Difference target propagation", ECML 2015, algori
 g, and the target of h is t = h + g(t') - g(h'), with t' that of h'. The weights of f are moved to lower |f(h) - t'|^2 /
 2, and the inverse to lower |g(f(h + noise)) - (h + noise)|^2 / 2.
 
-The message is h - t: above the topmost of these layers the gradient (a step of rate 1 makes the target), at a layer
-g(h') - g(h' - m), with m the message to h'. Another `step` makes the targets, and divides the messages by it, so that
-they stay comparable to gradients.
+The message to h is h - t. To the topmost layer's output it is the gradient, whose step of rate 1 makes the target; a
+layer sends g(h') - g(h' - m), with m the message to h'. With another `step` the target is made at this rate and the
+messages are divided by it, so that they stay comparable to gradients.
 """
 
 from collections.abc import Callable

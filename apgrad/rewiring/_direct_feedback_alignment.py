@@ -19,8 +19,8 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
 
     So a layer that is taken changes what the layers *before* it learn, not itself: to teach the first of two layers
     directly, name the second. The output must be one array (..., outputs), with the leading axes of the layers' inputs:
-    (examples, 1), if it is one number for each example. The rule's parameters, which get no update, are for each layer
-    an array (outputs, ...) that ends in the axes of the layer's input without the leading ones.
+    (examples, 1), if it is one number for each example. The rule's parameters, which get no update, are an array for
+    each layer: of the shape (outputs, ...), which ends in the axes of the layer's input without the leading ones.
 
     Args:
       key: the PRNG key of the random weights, normal with a deviation of 1 / sqrt(outputs).
@@ -42,7 +42,7 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
         if others or not output.shape or output.shape[:-1] != x.shape[: output.ndim - 1]:
             raise ValueError(
                 f"direct feedback alignment needs one output, with the leading axes of the input of {site}; got "
-                f"{site.result}. Leave the loss outside of the function, and state too, or the layer out (where=)."
+                f"{site.result}. Leave the loss outside of the function, and state too, or name other layers (where=)."
             )
         if output.shape == x.shape[:1] != (1,) and x.ndim > 1:
             raise ValueError(

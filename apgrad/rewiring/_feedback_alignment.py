@@ -15,13 +15,12 @@ def feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights, the rule's parameters, which get no update.
 
     The first layer has feedback weights too, which change nothing, as their message goes to the data. A layer that is
-    called several times in Python has others at each call; in a `scan` it has one. Example: `ap.rewire`.
+    called several times in Python has other ones at each call; in a `scan` it has one set. For an example: `ap.rewire`.
 
     Args:
       key: the PRNG key of the random weights, normal with a deviation of 1 over the root of the
         number of a neuron's inputs.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-
     """
 
     def at(site, feedback):

@@ -2,8 +2,8 @@
 
 Baydin, Pearlmutter, Syme, Wood & Torr, "Gradients without backpropagation", 2022; Ren, Kornblith, Liao & Hinton,
 "Scaling forward gradient with local losses", ICLR 2023, take it at parts of a network. For y = f(x) and a direction v
-with E v v' = 1, forward mode gives J v with y, and nothing else is kept. To a message m the answer is (m . J v) v,
-whose expectation is E v v' J' m = J' m; its variance grows with the number of inputs.
+with E v v' = 1, forward mode gives y and J v; only v and J v are kept. To a message m the answer is (m . J v) v, whose
+expectation is E v v' J' m = J' m; its variance grows with the number of inputs.
 """
 
 from typing import Any

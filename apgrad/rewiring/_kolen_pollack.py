@@ -15,8 +15,8 @@ from apgrad.rewiring._rewire import Rule
 def kolen_pollack(key: jax.Array, *, where: Where = None) -> Rule:
     """Layers send their messages back through weights that learn with the layers' own updates.
 
-    Train these, the rule's parameters, with the weights' optimizer, rate and decay. Without decay they stay apart.
-    So do those of layers that share a weight: each gets its own layer's part of the update.
+    Train the feedback weights, the rule's parameters, with the layers' optimizer, rate and decay. Without decay the two
+    do not become equal; nor do they if layers share a weight, as each layer's feedback gets its own part of the update.
 
     Args:
       key: the PRNG key of the first feedback weights, normal with a deviation of 1 over the root of the

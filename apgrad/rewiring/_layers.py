@@ -20,10 +20,10 @@ The page of the wing says what a name may be ("Which sites a rule takes")."""
 
 
 class Chosen(NamedTuple):
-    """The `where` of a rule, as a function or names say; a `given` name, by the user, that takes no site is an error.
+    """The `where` of a rule, a function or names; if the user has `given` names, one that takes no site is an error.
 
     A rule of `inputs` changes the message to a layer's input. For it the name of a scope, call or module stands for the
-    layers inside, and a function is asked of layers alone.
+    layers inside, and a function is asked about layers only.
     """
 
     function: Callable[[ProgramSite], bool] | None
@@ -48,10 +48,10 @@ class Chosen(NamedTuple):
         return [n for n in self.names if self.given and not any(self.fits(site, n) for site in sites)]
 
     def idle(self, taken: Sequence[ProgramSite], offered: Sequence[ProgramSite]) -> bool:
-        """Whether the taken layers are all at the data, so that no parameter learns otherwise.
+        """Whether the data are the input of all taken layers, so that the rule changes nothing that a parameter learns.
 
-        If the user named no layer, the function may have one alone, which is no mistake. Then this is told only where
-        there are other products, none of which is a layer.
+        If the user named no layer, the function may have only one, which is no mistake. Then it is true only if there
+        are other products whose messages teach something, none of which is a layer.
         """
         products = {site.kind for site in offered if site.teaches} & {"dense", "conv", "matmul"}
         wrong = self.inputs and (self.given or products == {"matmul"})
@@ -135,7 +135,7 @@ def random_feedback(rule: str, key: Any) -> Callable[[ProgramSite], jax.Array]:
         require_one_layer(site)
         if not site.output.size:
             raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data")
-        # The entries are small, since float16 has no number above 65504 for a sum of so many ones.
+        # The entries are small: in float16 a sum of so many ones may exceed the largest number, 65504.
         x, w = (jnp.full(s.shape, 1 / 64, s.dtype) for s in site.inputs)
         deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 / 64
         return deviation.astype(w.dtype) * normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)

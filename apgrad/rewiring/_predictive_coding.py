@@ -58,14 +58,14 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
         if getattr(site.output, "shape", None) != ():
             raise ValueError(f"predictive coding needs the loss, a scalar sum over examples: {site} has {site.output}")
         weights = range(len(site.inputs) - site.weights, len(site.inputs))
-        # Direct rules, which are asked for their messages even where none comes to them, as behind a stop_gradient.
+        # The rules are direct, so that their `backward` runs even where no message comes, as before a stop_gradient.
         rule = lambda at: Rule(chosen(where), at, _zeros, direct=True)
         with_values = rewire(site.function, rule(_value_node), argnums=weights)
         predictions = rewire(site.function, rule(_prediction), argnums=weights)
         predicted = rewire(site.function, rule(functools.partial(_prediction, given=True)), argnums=weights)
 
         def infer(*inputs):
-            # The prediction rule sends predictions where a derivative with respect to zeros would be.
+            # The gradient with respect to the prediction rule's parameters, zeros, is the predictions.
             before, first = jax.value_and_grad(predictions)(predictions.init(*inputs), *inputs)
             plan = predictions._plan(inputs)[0]
             if steps < (row := max(_in_a_row(plan, [0] * len(plan.jaxpr.invars)))):

@@ -35,8 +35,8 @@ class Rule(NamedTuple):
         more message before the others, the update of `params`, or None.
       init: `site -> params`, the parameters of the rule at a site, a pytree of arrays; None for a rule without any.
       random: whether the rule draws: the rewired function takes a PRNG key first, and `site.key` is the site's own.
-      direct: whether it is `backward(memory, message, result)`, where `result` is the message to the output of the
-        whole function, a pytree with None in the place of integers.
+      direct: whether propagators have `backward(memory, message, result)`, where `result` is the message to the output
+        of the whole function, a pytree with None in the place of integers.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -70,7 +70,7 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       key before all. `rewired.init(*args)` makes parameters, `rewired.sites(*args)` lists sites. Reverse mode, once.
 
     Raises:
-      ValueError: at trace time, if the rule takes no site, none by a name that it was given, or one that cannot be
+      ValueError: at trace time, if the rule takes no site, no site by a name that it was given, or one that cannot be
         rewired (in a `while_loop`, a `shard_map` over explicit axes or a function with a derivative rule of its own);
         if the rule's parameters are not those of its sites; if the function changes its arguments in place.
       NotImplementedError: for a program inside a primitive that is not known here.
@@ -110,8 +110,8 @@ class _Any(NamedTuple):
 def first_of(*rules: Rule) -> Rule:
     """Each site goes to the first rule that takes it. To compose rules *at* a site, `ap.chain` their propagators.
 
-    The rule has parameters, draws or is direct if one of its rules does. Where a rule has no parameters they are None.
-    A rule that takes nothing is an error at trace time, unless rules before it took all that it would take.
+    The result has parameters, draws or is direct if one of the rules does. At a site of a rule without parameters they
+    are None. A rule that takes no site is an error at trace time, unless the rules before it took all of its sites.
 
     Args:
       *rules: at least one.
@@ -207,7 +207,7 @@ class Rewired:
             if any(map(member.where, planner.offered)):
                 _require_taken(what, member, planner.offered)
                 continue
-            # What is inside of a site that another rule takes was not offered.
+            # Sites inside of a site that another rule takes were not offered.
             _require_taken(what, member, planned(lambda site: False))
             if any(map(member.where, planned(_Any(members[: i + 1])))):
                 raise ValueError(
@@ -255,7 +255,7 @@ def _warn_idle(rule: Rule, planner: Planner) -> None:
         if getattr(member.where, "idle", lambda taken, offered: False)(mine, planner.offered):
             warn(
                 f"the rule changes only the messages to the inputs of {', '.join(s.name for s in mine)}, which are the "
-                "data, so no parameter learns otherwise by it. To teach a layer otherwise, name the layers after it "
+                "data, so no parameter learns otherwise by it. To teach a layer by the rule, name the layers after it "
                 "(where=). Or are the parameters in another argument (argnums=)?"
             )
 
@@ -274,7 +274,7 @@ def _require_taken(what: str, rule: Rule, offered: Sequence[ProgramSite]) -> Non
         names = " or ".join(map(repr, getattr(rule.where, "names", ())))
         hint = "Is the right argument named by argnums, and are the weights arguments of the function?"
         if names:
-            hint = f"It takes {names} or what where= names, a primitive or jitted function; (v > 0).astype is no site."
+            hint = f"By default it takes {names}; where= names a primitive or jitted function (no (v > 0).astype)."
         sites = ", ".join(map(repr, offered)) or "none"
         wrong = f"{what} takes no site of the function, so nothing would be rewired"
         raise ValueError(f"{wrong}. The sites are {sites}. {hint}")
@@ -323,7 +323,7 @@ def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any
     return _join(output, port) if rule.direct else output
 
 
-# The output; its message goes back to the port too.
+# The node returns the output, and sends its message to the port too.
 _floats = lambda message: jax.tree.map(lambda m: None if m.dtype == jax.dtypes.float0 else m, message)
 _join = node(Propagator(lambda output, port: (output, None), lambda _, message: (message, _floats(message))))
 

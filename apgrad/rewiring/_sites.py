@@ -169,7 +169,7 @@ class Planner:
         elif inside.kind == "scan":
             consts, carry, _ = inside.counts
             body = inside.jaxprs[0]
-            # What the body carries on as it came is the same at each step, as the constants are.
+            # A carry that the body returns as it came is the same at each step, like a constant.
             carried = zip(body.jaxpr.invars[consts : consts + carry], body.jaxpr.outvars[:carry], strict=True)
             stays = {*body.jaxpr.invars[:consts], *(v for v, after in carried if v is after)}
             inputs = zip(facts, body.jaxpr.invars, strict=True)
@@ -237,7 +237,7 @@ class Planner:
 
 
 def _run(eqn, values):
-    """Evaluates an equation in its scopes, which a rule that traces a site's function again finds."""
+    """Evaluates an equation in its scopes, for a rule that traces the site's function again and looks for scopes."""
     with jaxprs.where_it_stands(eqn):
         return jaxprs.run(eqn, values)
 

@@ -24,7 +24,7 @@ def surrogate_gradient(
       where: which functions (others are a ValueError), see `ap.rewiring.Where`; `spike` and `heaviside` if not given.
         `jax.jit` around several operations makes them one site with the function's name; `(v > 0).astype` is no site.
       derivative: the elementwise derivative; the fast sigmoid's, `1 / (1 + beta * |v|)**2`, if not given.
-      beta: the steepness of the fast sigmoid, positive, 10 if not given; beside a `derivative` of one's own an error.
+      beta: the steepness of the fast sigmoid, positive, 10 if not given; given beside a `derivative`, it is an error.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -34,7 +34,7 @@ def surrogate_gradient(
     """
     if derivative is not None and beta is not None:
         raise ValueError(
-            f"beta={beta} is the fast sigmoid's, and derivative is another: put the number into the function"
+            f"surrogate_gradient takes beta or another derivative, got {beta=} and a derivative: leave out beta"
         )
     beta = 10.0 if beta is None else beta
     number("beta", beta, positive=True)

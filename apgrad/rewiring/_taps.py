@@ -2,7 +2,7 @@
 
 A tap is a JAX primitive, the identity. Its tangent goes through a second primitive, linear, which remembers the value,
 and whose transpose puts a third one on the cotangent, the *marker*. So a gradient's program holds one marker for each
-message, wherever JAX has moved it. `with_taps` makes what they see an output; without it all three do nothing.
+message, wherever JAX has moved it. `with_taps` makes what markers see an output; without it all three do nothing.
 """
 
 import contextvars
@@ -34,7 +34,7 @@ def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any
 
     Args:
       x: a floating-point or complex array of any shape; to others no message comes, and they are a TypeError.
-      name: the name by which `ap.with_taps` returns the tap, its own but for taps in different branches of a `cond`.
+      name: the name by which `ap.with_taps` returns the tap; only taps in different branches of a `cond` may share it.
       statistic: `(value, message) -> any pytree of arrays`, returned in place of the two arrays. In a `scan` it is
         computed in each step, and under `jax.vmap` for each example, so that the arrays themselves are not kept.
 
@@ -75,14 +75,14 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
       `(*args, **keywords) -> (output, taps)`, where `taps` is a dictionary from names to `ap.rewiring.Tapped`, or to
       what the statistic of the tap returns. A tap in a `scan` is stacked over the steps, a tap under `jax.vmap` over
       the examples (unless value and message are the same for all); axes of scans come first. A tap in a branch of a
-      `cond` that was not taken is zeros. (`jax.vmap` evaluates all branches. Within the gradient its taps have values
-      in all; around a gradient whose branch has a `jax.checkpoint` also messages: put it around the result.) The
-      function is traced at each call, so put `jax.jit` around the result. Of two `with_taps`, one within the other, the
-      inner one takes the taps whose messages pass in its own function.
+      `cond` that was not taken is zeros. (But `jax.vmap` evaluates all branches: if it is inside the gradient, taps of
+      all branches have values; around a gradient of branches with a `jax.checkpoint`, also messages. Put it around the
+      result.) The function is traced at each call, so put `jax.jit` around the result. Of two `with_taps`, one
+      within the other, the inner one takes the taps whose messages pass in its own function.
 
     Raises:
-      ValueError: at trace time, if there is no tap; if no message passes a tap, or two do, or one inside a `while_loop`
-        or a function with its own derivative rule that is not differentiated; if an argument is changed in place.
+      ValueError: at trace time, if there is no tap; if no message passes a tap, or two do, or one passes it inside a
+        `while_loop` or a function with its own derivative rule that is not differentiated; if an argument is changed.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -198,11 +198,11 @@ def _number(name: str) -> np.uint32:
 
 
 def _flag(x: jax.Array, name: str, mapped: int) -> jax.Array:
-    """The tap's number, which a gradient remembers with the value. Where the branch was not taken it has another.
+    """The tap's number, which a gradient remembers with the value. In a branch that was not taken it is another one.
 
-    `jax.vmap` evaluates all branches of a `cond` and chooses outputs, among them what is remembered: in a branch that
-    an example did not take its markers see numbers of the branch that it took. The flag is made of the array, in a way
-    that the compiler removes, as what is made of nothing is not remembered but made again.
+    `jax.vmap` evaluates all branches of a `cond`, then chooses outputs and what is remembered. So markers of a branch
+    that an example did not take see numbers of the branch that it took. The flag is made of the array, in a way
+    that the compiler removes, since JAX remembers no constants but makes them again.
     """
     return jnp.where(jnp.any(x != x, axis=range(mapped, x.ndim)) & False, np.uint32(0), _number(name))
 
@@ -237,4 +237,4 @@ def _tangent_transpose(message, _, value, flag, **params):
 _tap_p = _identity("tap", _tap_jvp)
 _tangent_p = _identity("tap_tangent", _tangent_jvp)
 ad.primitive_transposes[_tangent_p] = _tangent_transpose
-_marker_p = _identity("tap_message")  # whose derivative is not marked: the tap saw one message
+_marker_p = _identity("tap_message")  # its derivative has no marker: a tap sees one message
