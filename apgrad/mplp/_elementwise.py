@@ -1,10 +1,10 @@
 """Functions of signals: nodes without parameters, and wires, which need no rule.
 
-*Nodes* are activations, softmax, pooling, normalisation. The rule is asked at each element of the input. Where input
-and output have one shape, it gets the output's message as it is, also where the derivative is zero (the papers' step
-activation). Where they differ (pooling), the transposed Jacobian takes each component of the message to the input.
+*Nodes* are activations, softmax, pooling, normalisation. The rule answers for each element of the input. If input and
+output have the same shape, the rule gets the message to the output unchanged, even where the derivative is zero (the
+papers' step activation). Where the shapes differ (pooling), the transposed Jacobian takes each component to the input.
 
-*Wires.* A function's Jacobian is applied to the port, which stays zero; reverse mode transposes it.
+*Wires.* The port, zeros, goes through the function's Jacobian; reverse mode takes the message through its transpose.
 """
 
 import math
@@ -31,10 +31,10 @@ Sizes = int | Sequence[int]
 
 
 def activation(place: Place, function: Callable[..., jax.Array], *signals: Signal) -> Signal:
-    """An elementwise function of one signal, or of several (the product in a gate), at places "name.0", "name.1", ...
+    """An elementwise function of one signal, or of several, such as the product in a gate.
 
     Args:
-      place: the node's place; with several signals the rule is asked at each place, and sees its signal and the output.
+      place: the node's place. Several signals have the places "name.0", ...: there the rule sees signal and output.
       function: a function of arrays, such as `jax.nn.sigmoid`, `jnp.sign` or `jnp.multiply`.
       *signals: signals of one shape, the batch first.
 
@@ -113,10 +113,10 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
     axes, shape = integers(axes, "axes of normalize"), signal.value.shape
     inside = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}
     if len(inside) < max(len(axes), 1):
-        raise ValueError(f"axes of normalize are axes of the signal, which has the shape {shape}, each once: {axes}")
+        raise ValueError(f"axes of normalize must be different axes of the signal, whose shape is {shape}; got {axes}")
 
     def function(x):
-        wide = x.astype(np.promote_types(x.dtype, np.float32))  # squares of half precision overflow
+        wide = x.astype(np.promote_types(x.dtype, np.float32))  # squares overflow in half precision
         centred = wide - jnp.mean(wide, axis=axes, keepdims=True)
         return (centred * lax.rsqrt(jnp.mean(centred**2, axis=axes, keepdims=True) + epsilon)).astype(x.dtype)
 
@@ -124,7 +124,7 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
 
 
 def transform(place: Place, kind: str, function: Callable[[jax.Array], jax.Array], signal: Signal) -> Signal:
-    """Any function of a value, as a node of a kind of its own; the rule sees the input.
+    """Any function of a value, as a node of a kind that you name; the rule sees the input.
 
     Args:
       place: the node's place.
@@ -164,7 +164,7 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
     """A function of signals that needs no rule: a sum, a concatenation, a reshape.
 
     Args:
-      function: `(*values) -> value`. The function need not be linear, but a rule has no say in it.
+      function: `(*values) -> value`. If it is not linear, messages go back by its derivative at the values.
       *signals: the inputs, signals of any shapes.
 
     Example:
@@ -186,7 +186,7 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
 
 
 def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
-    """`wire` of a function with a reverse-mode rule alone, as `jax.custom_vjp` makes them."""
+    """`wire` for a function that has reverse mode but no forward mode, such as a `jax.custom_vjp` function."""
 
     def forward(*signals):
         output, pull = jax.vjp(function, *(s.value for s in signals))
@@ -200,14 +200,14 @@ def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
 
 
 def fork(signal: Signal, n: int, aggregate: Literal["sum", "mean"] = "mean") -> tuple[Signal, ...]:
-    """A signal for each of n uses, whose messages are aggregated; if one signal has n uses, reverse mode adds them up.
+    """Copies of a signal for n uses, whose messages are added up or averaged; without `fork` they are added up.
 
-    The value's true derivative is the sum over the uses all the same.
+    The value's true derivative is the sum over the uses in both cases.
 
     Args:
       signal: a signal of any shape.
       n: the number of uses, at least 1.
-      aggregate: "sum" or "mean". A use to which no message comes back counts with zeros.
+      aggregate: "sum" or "mean". A use that sends no message back counts as zeros.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -219,7 +219,7 @@ def fork(signal: Signal, n: int, aggregate: Literal["sum", "mean"] = "mean") -> 
     require_signals("mplp.fork", [signal])
     n = whole("n of fork, a number of signals,", n)
     if aggregate not in ("sum", "mean"):
-        raise ValueError(f'fork aggregates by "sum" or "mean", got {aggregate!r}')
+        raise ValueError(f'aggregate of fork must be "sum" or "mean", got {aggregate!r}')
 
     def backward(_, messages):
         value, message = jax.tree.map(lambda *each: jnp.sum(jnp.stack(each), axis=0), *messages)

@@ -20,7 +20,7 @@ from apgrad.mplp._step import init_state, inner_step
 from apgrad.mplp.rules._normalized import Normalized
 
 Batch = tuple[Any, Any]
-SLACK = 0.02  # of probabilities, and of their sum: bfloat16 rounds by 1/512
+SLACK = 0.02  # how far probabilities and their sums may be off: bfloat16 rounds by 1/512
 
 
 class Fitted(NamedTuple):
@@ -60,14 +60,14 @@ def fit(
       steps: how many updates are made.
       loss: a loss node, such as `mplp.softmax_cross_entropy`, for which y is one-hot, or probabilities.
       held_out: `(x, y)` to measure at the start, after each `every` updates, and at the end, if given.
-      every: updates from one look at the held-out batch, and at the losses, to the next.
-      names: see `from_nnx`; if not given, what a pretrained rule's card says ("role" if nothing), else "number".
+      every: the number of updates between two checks that losses are finite, and measurements of the held-out batch.
+      names: see `from_nnx`; if not given, what a pretrained rule's card says, or "role"; for other rules "number".
       progress: whether to show a tqdm bar.
 
     Raises:
       ValueError: for fewer minibatches than steps, or of several forms; for inputs or targets that are not standardized
-        where a pretrained rule was trained on such; for targets of a cross-entropy node that are no probabilities (of
-        JAX's arrays the first minibatch and the held-out batch are looked at, of others all); if the network's
+        where a pretrained rule was trained on standardized ones; for targets of a cross-entropy node that are no
+        probabilities (JAX arrays are checked in the first minibatch and the held-out batch only); if the network's
         predictions for the first minibatch are not the model's.
       TypeError: for data that are no pairs, and models that `from_nnx` or a pretrained rule does not take.
       FloatingPointError: if a loss or a trained parameter is not finite.
@@ -90,7 +90,7 @@ def fit(
         raise TypeError(
             f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with activations between them. "
             'Take "convnets" for two convolutions and a dense layer, "sequences" for an nnx.RNN and a dense layer, or '
-            f'your own rule and a function of nodes ("A layer of your own"). Of the model: {error}'
+            f'a function of nodes ("A layer of your own" in docs/wings/mplp.md). What was found: {error}'
         ) from error
     batches = _batches(data, steps, loss)
     first = next(batches)
@@ -114,8 +114,8 @@ def fit(
         for i, value in enumerate(jax.device_get(losses[-every:]), max(0, len(losses) - every)):
             if not np.isfinite(value):
                 raise FloatingPointError(
-                    f"the loss of minibatch {i} is {value}. Standardize the inputs, or look whether the rule was "
-                    "trained for networks and minibatches such as these (mplp.pretrained_card)."
+                    f"the loss of minibatch {i} is {value}. Standardize the inputs, or see in the rule's card "
+                    "(mplp.pretrained_card) whether it was trained for such networks and minibatches."
                 )
         if judged is not None:
             curve[len(losses)] = float(judge(params, judged))
@@ -150,19 +150,19 @@ def _batches(data: Iterable[Batch], steps: int, loss: Any) -> Iterator[Batch]:
         if here != form:
             raise ValueError(
                 f"all minibatches have one form, since the step is compiled once: the first has (x, y) of {form}, "
-                f"minibatch {count - 1} of {here}. Leave out a smaller one at the end of an epoch, or fill it up with "
-                "examples of another."
+                f"minibatch {count - 1} of {here}. Leave out a smaller minibatch at the end of an epoch, or fill it "
+                "up with examples of another minibatch."
             )
         yield batch
     if count < steps:
-        raise ValueError(f"the data have {count} minibatches, and {steps} steps need as many: itertools.cycle has more")
+        raise ValueError(f"{steps} steps need as many minibatches, got {count}: itertools.cycle(data) repeats them")
 
 
 def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
-    """Inputs and targets as arrays; without `wait` targets that a device may be computing are not looked at."""
+    """Inputs and targets as arrays. Without `wait`, JAX's targets are not checked: a device may still compute them."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(f"{what} is a pair (x, y) of inputs and targets, got {type(batch).__name__}")
-    # JAX reads a NumPy array later, when the loader may have written the next minibatch there: so it gets a copy.
+    # JAX may read a NumPy array after the loader has written the next minibatch into it, so JAX gets a copy.
     own = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.array(x))
     try:
         pair = own(batch[0]), own(batch[1])
@@ -179,7 +179,7 @@ def _pair(what: str, batch: Any, loss: Any, wait: bool = True) -> Batch:
 
 def _require_probabilities(what: str, y: np.ndarray) -> None:
     if y.ndim < 2 or 0 in y.shape or y.shape[-1] == 1 or not jnp.issubdtype(y.dtype, jnp.floating):
-        return  # the loss says which form it takes
+        return  # the loss node raises an error that says which form it takes
     least, sums = float(y.min()), y.sum(-1, dtype=np.float32)
     if not (least >= -SLACK and np.all(abs(sums - 1) <= SLACK)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Layers as nodes, by the exact type of a part of a Flax model. Options that the nodes do not have are refused."""
+"""Makes nodes of the parts of a Flax model, by their exact types. Options that the nodes do not have are refused."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def _function(function: Callable[..., Any]) -> Layer:
 
     def apply(place, _, signal):
         if moves(function, jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)):
-            return wire(function, signal)  # a reshape, a reversal, a pooling: messages go back by its Jacobian
+            return wire(function, signal)  # a reshape, reversal or pooling: messages go back by the transposed Jacobian
         return elementwise.activation(place, function, signal)
 
     return Layer("activation", {}, apply)
@@ -100,7 +100,7 @@ layer = _Layers()
 
 
 def _require_plain(part: Any, varied: Sequence[str], *args: Any, **options: Any) -> None:
-    """Refuses what is not as in the type's layer of these arguments, besides dtypes of parameters and what may vary."""
+    """Refuses a part that differs from `type(part)(*args, **options)` in more than parameter dtypes and `varied`."""
     plain = vars(nnx.eval_shape(lambda: type(part)(*args, **options, rngs=nnx.Rngs(0))))
     differing = []
     for name, value in vars(part).items():
@@ -134,7 +134,7 @@ def _(part: nnx.Linear) -> Layer:
 def _(part: nnx.Conv) -> Layer:
     dilations = [n for n in ("kernel_dilation", "input_dilation") if set(np.ravel(getattr(part, n))) <= {None, 1}]
     padding: Any = part.padding
-    if not isinstance(padding, str):  # as Flax reads it: one number for both sides of every axis, or of each axis
+    if not isinstance(padding, str):  # as in Flax: a number for both sides of every axis, or one entry an axis
         each = padding if isinstance(padding, Sequence) else [padding] * len(part.kernel_size)
         padding = [(p, p) if isinstance(p, int | np.integer) else tuple(p) for p in each]
     paddings = ["padding"] if not isinstance(padding, str) or padding in ("SAME", "VALID") else []
@@ -203,7 +203,7 @@ def _(part: nnx.RNN) -> Layer:
             a = i.apply(place.within("in"), learned["dense_i"], x)
             b = h.apply(place.within("hidden"), learned["dense_h"], state)
             if kind is nnx.SimpleCell:
-                new = activate("state", cell.activation_fn, add(a, b))  # no place of gated units
+                new = activate("state", cell.activation_fn, add(a, b))  # gated units have no place of this name
             else:
                 gate = lambda n, name: activate(name, cell.gate_fn, add(third(n, a), third(n, b)))
                 r, z = gate(0, "reset"), gate(1, "update")
@@ -226,7 +226,7 @@ def _with_parameters(kind: str, part: Any, names: Sequence[str], apply: Apply) -
     frozen = {name: v[...] for name, v in variables.items() if name not in params}
 
     def run(place, p, signal):
-        kind = next((type(w) for w in (p or {}).values()), Parameter)  # what is frozen is shared if the rest is
+        kind = next((type(w) for w in (p or {}).values()), Parameter)  # frozen ones are shared if the others are
         return apply(place, (p or {}) | {name: kind(*nodes.parameter(x)) for name, x in frozen.items()}, signal)
 
     return Layer(kind, params, run)

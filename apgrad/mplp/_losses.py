@@ -1,6 +1,6 @@
 """Losses: nodes at which messages begin, whose output is the loss of each example (and position), a plain array.
 
-The network averages, weighs or masks it like any other value. The message to the prediction is what the rule makes of
+A network may average, weigh or mask this array. The message to the prediction is what the rule makes of
 the features named below (those of the published code), times the example's weight in the whole loss: 1 in a mean.
 """
 
@@ -16,7 +16,7 @@ from apgrad.mplp._protocol import Elementwise, Site
 
 __all__ = ["absolute_error", "cross_entropy", "readout", "softmax_cross_entropy", "squared_error"]
 
-CLIP = 1e-7  # of probabilities, as published
+CLIP = 1e-7  # how near to 0 and 1 probabilities come, as published
 
 
 def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:

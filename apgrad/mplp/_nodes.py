@@ -1,7 +1,7 @@
 """Nodes with parameters: dense, convolution, bias, scale, embedding.
 
-The first axis of a value is the batch, the last are the features, and those between are positions, at each of which a
-parameter is used: its update is the mean over the batch and the sum over the positions.
+The first axis of a value is the batch, the last are the features, and axes between them are positions. A parameter is
+used at each position, and its update is the mean over the batch of the sum over the positions.
 """
 
 import math
@@ -36,9 +36,9 @@ def parameter(value: jax.Array) -> Parameter:
 def shared(place: Place, parameter: Parameter) -> Parameter:
     """A parameter that a network uses in many steps of a `jax.lax.scan`, whose body closes over the result.
 
-    The updates of all uses add up, as gradients do. A rule that normalizes updates answers at each use with what adds
-    up, and makes one update of the sum here: a sum of normalized updates would be too long a step. For other rules the
-    result is the parameter itself. A weight and its bias are both shared, or neither.
+    The updates of all uses add up, as gradients do. A rule that normalizes updates answers each use with a term of a
+    sum, and makes one update of the sum here: a sum of normalized updates would be too long a step. For other rules the
+    result is the parameter itself. If a weight is shared, its bias must be, too, and the reverse.
 
     Args:
       place: the place of the parameter, with a name of its own.
@@ -135,7 +135,7 @@ def conv(
 
 
 def _synapses(place, kind, unfold, product, signal, weight, bias):
-    """A dense node on patches (batch, ..., N), made by `unfold` of the value; `product(x, weight)` is the output."""
+    """A dense node on the patches `unfold(value)`, (batch, ..., N); without a bias it is `product(value, weight)`."""
     value, batch = signal.value, place.places.batch_size(signal.value)
     unfolded = jax.eval_shape(unfold, value)
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
@@ -210,8 +210,8 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: the node's place.
-      tokens: (batch, ...), integers; of positions too, which all examples share. Negative ones count from the end. One
-        that is out of range is a ValueError, or under `jit` a row of NaN, as in Flax.
+      tokens: (batch, ...), integers; positions, which all examples share, need the batch axis too. Negative tokens
+        count from the end. A token out of range is a ValueError, or under `jit` a row of NaN, as in Flax.
       table: parameter (vocabulary, M).
     """
     if isinstance(tokens, Signal):

@@ -1,11 +1,11 @@
 """What a network depends on must come back as a message: the check of every network that `backward` traces.
 
 Messages come back through ports alone, so a value and its port must go the same way from one node to the next. Where a
-value goes alone, or through a nonlinear function, what it depends on gets a wrong update or none. So the network is
-traced forward once, and every variable gets a fact, a set of pairs (origin, function): the parameters and nodes it
-comes from, and the functions on the way. Where a node is entered, a value must have the fact of its port. A parameter
-and its port are of one shape, so a linear function does the same to both. The port of a signal has one axis more, so
-a signal goes to the next node as it is, but for new axes, or axes in another order, as `jax.vmap` makes them.
+value goes without its port, or through a nonlinear function, what it depends on gets a wrong update or none. So the
+network is traced forward once, and every variable gets a fact, a set of pairs (origin, function): the parameters and
+nodes it comes from, and the functions on the way. A value that enters a node must have the same fact as its port. A
+parameter and its port have one shape, so one linear function may be applied to both. The port of a signal has one axis
+more, so between two nodes a signal may get new axes or axes in another order, as by `jax.vmap`, and nothing else.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ NOTHING: Fact = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
-# In the fact of what is not the same for a value and for its port: what compares ports, or is as wide as one.
+# In the fact of what a port has otherwise than its value: comparisons of ports, constants with an axis of their size.
 UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
-SHARED = "the shared node"  # how the origin of a parameter begins that `mplp.shared` made
+SHARED = "the shared node"  # the origin of a parameter that `mplp.shared` made begins with this
 WIRE = "mplp.wire"
-WIRED = "a signal of the wire"  # in the function of a `wire`
+WIRED = "a signal of the wire"  # the origin of values inside the function of a `wire`
 # What a signal may go through outside of a `wire`.
 ARRANGING = {"broadcast_in_dim", "convert_element_type", "squeeze", "transpose"}
 
@@ -54,20 +54,20 @@ def leave(where: str, output: Any, kind: str = "") -> Any:
 
 @dataclasses.dataclass
 class Walk:
-    size: int  # of messages, and of nothing else, so that a port's axis of components is known by it
+    size: int  # of messages; no other axis has this size, so it tells which axis of a port has the components
     multiplies: bool = False  # whether there is a `wire` of a function that is not linear
     dense_twice: bool = False  # whether a dense node feeds another one
     mapped: set[str] = dataclasses.field(default_factory=set)  # the nodes with signals that `jax.vmap` maps
-    # The nodes that take one parameter in all steps of a scan, in copies, or again, without `mplp.shared`.
+    # Nodes that use a parameter in every step of a scan, in copies of `jax.vmap`, or a second time, unshared.
     repeated: dict[str, None] = dataclasses.field(default_factory=dict)
     # The facts of values on their way into or out of a node, whose ports come next.
     values: list[Fact] = dataclasses.field(default_factory=list)
-    # For each node that is inside a call the part and the fact of what it takes.
+    # For each node that is entered and not yet left, the part and the fact of each array that it takes.
     entered: dict[str, list[tuple[str, Fact]]] = dataclasses.field(default_factory=dict)
-    parameters: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)  # their origins, node by node
-    # For each variable that is a parameter the equations in which nodes take it, each with its way in.
+    parameters: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)  # their origins at each node
+    # For each variable that is a parameter, the ids of the equations that take it and of the equations around these.
     taken: dict[Any, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
-    # For each view, and input of a program in an equation, the variable or number it comes from, and the way in.
+    # For each view and each input of a nested program, its source outside, and the ids of the equations in between.
     outside: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:
@@ -79,7 +79,8 @@ class Walk:
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, self.of_constant, held=_held)
         inside = nested(eqn)
-        # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
+        # An input of a nested program is the variable outside, so that two uses of it are seen. Of the branches of a
+        # `cond` one alone runs: two that use a parameter do not use it twice.
         for program in inside.jaxprs if inside is not None and inside.kind != "cond" else ():
             for inner, outer in zip(reversed(program.jaxpr.invars), reversed(eqn.invars), strict=False):
                 atom, way = self.source(outer)
@@ -89,7 +90,7 @@ class Walk:
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
             if pair and name.startswith("custom_vjp"):
                 return [together - {DENSE}] * len(eqn.outvars)
-            if inside.kind in ("scan", "while", "cond"):  # one of its own may make other steps, or take another branch
+            if inside.kind in ("scan", "while", "cond"):  # a port must be in the same one as its value
                 facts[:] = [fact | _by(f"{name} {id(eqn)}", _of_signals(fact)) for fact in facts]
             return None
         if name in kinds.VIEW:
@@ -123,9 +124,9 @@ class Walk:
         if value and (part == "data" or value - {PORT} != fact - {PORT, UNLIKE} or not linear):
             what = f"{'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)}"
             raise TypeError(
-                f"{where} takes {what} in another way than its messages, by .value, a function that is not linear, "
-                "or one of a signal outside of mplp.wire. Hand on the signal or parameter, to mplp.wire for a function "
-                "of it, or use jax.lax.stop_gradient."
+                f"{where} takes {what} in another way than its messages, so that none would go back: by .value, by a "
+                "function that is not linear, or by a function of a signal outside of mplp.wire. Give the node the "
+                "signal or parameter itself, or what mplp.wire makes of a signal, or use jax.lax.stop_gradient."
             )
         return NOTHING
 
@@ -133,7 +134,7 @@ class Walk:
         """The fact of what a node makes: that it comes from this node, with nothing in between."""
         if part == "port":
             return frozenset({(where, ""), PORT}) | self.values.pop()
-        inside = frozenset(each for each in fact if each[0] == WIRED)  # ends with the function
+        inside = frozenset(each for each in fact if each[0] == WIRED)  # these facts end here
         self.multiplies |= (WIRED, NONLINEAR) in inside
         if fact := fact - inside:
             raise TypeError(
@@ -162,7 +163,7 @@ class Walk:
 def require_messages(program: Program, values: Any, size: int) -> Walk:
     """Refuses a network in which a derivative goes another way than a message, or a place has several parameters.
 
-    The program is the loss, of the parameters' values and ports, with messages of this size.
+    `program` computes the loss from the parameters' values and ports, with messages of size `size`.
     """
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
     facts = [frozenset({(name, "")}) for name in names]
@@ -176,27 +177,27 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
             penalty = "A penalty on parameters is a step beside the rule's: subtract rate * jax.grad(penalty)(params)"
             do = f"{do}. {penalty}" if do else penalty
         raise TypeError(
-            f"the network's loss depends on {_origins(result)} outside the loss nodes, of which no message comes. "
+            f"the network's loss depends on {_origins(result)} outside the loss nodes, from which no message comes. "
             f"{do}; put what you only watch into the metrics, or use jax.lax.stop_gradient."
         )
     return walk
 
 
 def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
-    """Whether what a function of an array makes has another shape, or is linear in the array and not elementwise.
+    """Whether a function of an array changes its shape, or is linear in it (and a constant) but not elementwise.
 
-    A constant may be added to it. A reversal is an example.
+    A reversal along an axis is linear and not elementwise.
     """
     (program, made), start, moving = trace(function, x), frozenset({(WIRED, "")}), set[str]()
 
     def through(eqn, facts):
         name, together, inside = eqn.primitive.name, NOTHING.union(*facts), nested(eqn)
-        if inside is not None:  # what a scan over the array carries goes from entry to entry
+        if inside is not None:  # a scan over the array carries something from entry to entry
             carries = inside.kind == "scan" and inside.counts[1] > 0
             moving.update({name} if carries and any(facts[sum(inside.counts[:2]) :]) else ())
             return None
         moving.update({name} - kinds.WITHIN_ELEMENTWISE if together and not inside_of(eqn) else ())
-        chosen = name in kinds.NO_DERIVATIVE and together  # by the array's values
+        chosen = name in kinds.NO_DERIVATIVE and together  # such as a comparison
         return [start | {(WIRED, NONLINEAR)} if chosen else _made(eqn, facts, together)] * len(eqn.outvars)
 
     facts = flow(program, [start], through, frozenset.union, lambda _: NOTHING, held=_held)
@@ -228,7 +229,7 @@ def _way(eqn):
     axes, numbers = [], [v.val for v in eqn.invars if isinstance(v, Literal)]
     if name == "transpose":
         axes = list(params["permutation"])
-        while axes and axes[-1] == len(axes) - 1:  # as that of the components is
+        while axes and axes[-1] == len(axes) - 1:  # stays last, as a port's axis of components does
             axes.pop()
     elif name == "broadcast_in_dim":
         axes = sorted({*range(len(params["shape"]))} - {*params["broadcast_dimensions"]})

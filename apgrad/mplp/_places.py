@@ -3,11 +3,11 @@
 An answer leaves the backward pass through ports: the message through the signal's, the update through the parameter's,
 the new state through a port of the state's form, and a 1 through a scalar port for each place. Reverse mode adds up
 what arrives at a port, so the ones count the uses: a place's new state is the mean over its uses (in a `scan`, over
-time), or the old one without a use. A node whose whole message is zero is not used: it sends zeros.
+time), or the old state without a use. A node to which zeros alone come counts as unused, and sends zeros.
 
 *Nodes.* A node is a function, and a question to the rule. Along values, the transposed Jacobian of `y = f(x, w)` makes
 the true cotangents of x and w. Along ports, the rule's answer makes the messages at x, the updates of w and the new
-state. The backward pass is plain JAX in all that it takes, so derivatives of higher order (meta-gradients) are right.
+state. The backward pass is made of JAX functions, so derivatives of higher order (meta-gradients) are right.
 """
 
 import functools
@@ -80,7 +80,7 @@ class Places:
       rule: the rule. None: the network runs forward only.
       state: the rule's states by name. None: each place begins with a new state.
       ports: for each name a port for the new state, and a scalar one for the number of uses.
-      forward: the size of messages of a network that runs forward only, to be looked at; None where it learns.
+      forward: the message size for a run that only traces the network forward; None where the network learns.
       batch: the network's batch size, where it is known before the first input.
 
     Attributes:
@@ -127,7 +127,7 @@ class Places:
             raise TypeError(f"a signal is floating point, got {x.dtype}{x.shape}: use x.astype or mplp.embedding")
         if x.ndim == 0 or x.shape[0] == 0:
             raise ValueError(f"a signal has the batch as its first axis, with one example or more; got {x.shape}")
-        do = "; or, where no message needs to go back to it, hand it to mplp.wire as a plain array, in a closure"
+        do = "; or, where no message needs to go back to it, let the function of an mplp.wire close over it"
         self.require_batch("this one", x, do)
         return Signal.of(paths.enter("places.signal", data=[x])[1][0], self.message_size)
 
@@ -142,12 +142,12 @@ class Places:
         return self.batch
 
     def require_batch(self, what: str, x: jax.Array, do: str = "") -> int:
-        """The number of examples, of an input of the network, which has them along its first axis.
+        """The number of examples; a ValueError if the first axis of this input of the network has another size.
 
         Args:
           what: what the input is called in an error.
           x: (batch, ...), the input.
-          do: what else to do about such an error.
+          do: more advice for the error's text.
         """
         if (batch := self.batch_size(x)) != x.shape[0]:
             raise ValueError(
@@ -175,7 +175,7 @@ class Places:
         local = rule.at(site)
         if not callable(local) or any(map(callable, jax.tree.leaves(local))):
             raise TypeError(
-                f"at {_describe(site)}, the rule's at must return a pytree of arrays that is called, got {local!r}. "
+                f"at {_describe(site)}, the rule's at must return a callable pytree of arrays, got {local!r}. "
                 "Make one of a function, jax.tree_util.Partial(function, *arrays)."
             )
         if self.state is None:
@@ -237,7 +237,7 @@ class Local(NamedTuple):
 
     `message` is what arrived at the output's port, (*output.shape, k); at a loss it is the weight of each element of
     the output in the whole loss, which is 1 in a mean over the batch. `gradient` is the output's true cotangent times
-    the batch size. `pull`, the transposed Jacobian, makes cotangents of the values of a cotangent of the output.
+    the batch size. `pull`, the transposed Jacobian, takes a cotangent of the output to cotangents of the values.
     """
 
     values: tuple[jax.Array, ...]
@@ -321,7 +321,7 @@ def learned_node(
 
 
 def names_of(features: Callable[..., dict[str, Any]], *args: Any) -> tuple[str, ...]:
-    """The names of a node's features in the node's order, since JAX sorts a dictionary that it returns."""
+    """The names of a node's features in the node's order: JAX sorts the keys of the dictionaries that it returns."""
     names: list[str] = []
     jax.eval_shape(lambda *args: names.extend(features(*args)), *args)
     return tuple(names)

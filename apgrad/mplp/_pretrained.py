@@ -60,7 +60,7 @@ def load_pretrained(name: str, x: jax.Array | None = None, y: jax.Array | None =
     Args:
       name: one of `pretrained_names()`.
       x: (batch, ...), concrete inputs; if given, they are checked to be standardized where the rule wants that.
-      y: (batch, ...), concrete targets, of which the same is true.
+      y: (batch, ...), concrete targets, which are checked in the same way.
 
     Example:
       >>> import jax, apgrad as ap
@@ -97,16 +97,16 @@ def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
 def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error. A card that
-    does not describe this rule or says nothing, and a number that is not finite and real, are a ValueError.
+    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error. A card that is
+    empty or describes another rule, and a number that is not finite and real, are a ValueError.
 
     Args:
       rule: a trained rule, `Separable` or `Normalized`; another one is a TypeError.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are added where it
         lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers: the smallest and
-        the largest number) the rule warns once where a network and a minibatch lie outside; with "updates" (the largest
-        number) also where it is told, or `fit` makes, more of them; and not of pooling with "wires" (true).
+        the largest number) the rule warns once of a network or a minibatch outside these. With "updates" (the largest
+        number) it also warns of more updates in `for_steps` or `fit`; with "wires" (true) it does not warn of pooling.
       path: path of the two files, without their suffixes.
 
     Example:
@@ -121,8 +121,8 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
         raise ValueError(f"a card is a dictionary of how the rule was trained and how well it does; got {card!r}")
     if type(rule) not in (Separable, Normalized):
         raise TypeError(
-            f"a card has the options of Separable and Normalized rules, got {type(rule).__name__}. Numbers of any rule "
-            "are written by meta.Checkpoints(folder).save(step, rule), and read by its restore(step, like=rule)."
+            f"save_trained writes Separable and Normalized rules, got {type(rule).__name__}. Other rules are written "
+            "by meta.Checkpoints(folder).save(step, rule), and read by its restore(step, like=rule)."
         )
     own: dict[str, Any] = {} if isinstance(rule, Separable) else {"class": type(rule).__name__}
     own |= {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
@@ -160,7 +160,7 @@ def _load(card_file: Any, file: Any) -> tuple[Trained, dict[str, Any]]:
 
 
 def _form(card: Any) -> Trained:
-    """The card's rule with shapes in place of arrays, so that sizes cost nothing, however large the card has them."""
+    """The card's rule with shapes in place of arrays, so that a card with huge sizes costs no memory."""
     try:
         tuples = lambda site: {name: tuple(site[name]) for name in ("shape", "features")}
         sites = [Site(**{**site, **tuples(site)}) for site in card["sites"]]
@@ -189,7 +189,7 @@ def _fill(form: Trained, values: dict[str, np.ndarray]) -> Trained:
     filled = [jnp.asarray(values[name], leaf.dtype) for name, leaf in leaves.items()]
     made = jax.tree.unflatten(jax.tree.structure(form), filled)
     if isinstance(made, Normalized):
-        made.told = float(made.horizon[...]) > 0  # which `for_steps` said, before the rule was saved
+        made.told = float(made.horizon[...]) > 0  # whether `for_steps` was called before it was saved
     return made
 
 

@@ -4,8 +4,8 @@ A *message passing learning protocol* (Randazzo, Niklasson & Mordvintsev, "MPLP:
 protocol", 2020) keeps backpropagation's walk over the graph, and learns what a node does with the message that arrives:
 which messages it passes on, how it changes its parameters, and what it remembers. `rules/_exact.py` is a short rule.
 
-Arrays in questions are floating point, of the network's dtype; k is the size of a message. Gradients in them are those
-of one example's own loss, if the loss is a mean over the batch; an update is a mean over the batch.
+Arrays in questions are floating point, of the network's dtype; k is the size of a message. If the loss is a mean over
+the batch, gradients in questions are those of one example's own loss, while an update is a mean over the batch.
 """
 
 from typing import Any, Literal, NamedTuple, Protocol
@@ -16,7 +16,7 @@ __all__ = ["Answer", "Dense", "Diagonal", "Elementwise", "LearnedRule", "LocalRu
 
 
 class Site(NamedTuple):
-    """A place in a network where a rule works: what is known of it before the data are.
+    """A node of a network as a rule sees it: what is known of it before the data.
 
     Attributes:
       kind: the node's kind, such as "dense" or "squared_error"; a rule may share parameters among places of a kind.
@@ -50,7 +50,7 @@ class Dense(NamedTuple):
 
     Attributes:
       message: (rows, M, k), which arrived at the output.
-      gradient: (rows, M), true, of one example's loss with respect to the output.
+      gradient: (rows, M), the true gradient of one example's loss with respect to the output.
       inputs: (rows, N), patches in a convolution.
       output: (rows, M), before the bias is added.
       weight: (N, M).
@@ -70,7 +70,7 @@ class Diagonal(NamedTuple):
 
     Attributes:
       message: (..., M, k), which arrived at the output.
-      gradient: (..., M), true, of one example's loss with respect to the output.
+      gradient: (..., M), the true gradient of one example's loss with respect to the output.
       inputs: (..., M); zeros for an embedding.
       parameter: (M,), or for an embedding (..., M), the rows that were looked up.
       slope: (..., M), the derivative of the output with respect to the parameter.
@@ -90,7 +90,7 @@ class Elementwise(NamedTuple):
 
     Attributes:
       message: (..., k), at the elements of the input; None at a loss, where messages begin.
-      gradient: (...), true, of one example's loss with respect to the input.
+      gradient: (...), the true gradient of one example's loss with respect to the input.
       features: arrays (...) by name.
       exact: (...), what backpropagation passes on: the node's transposed Jacobian applied to component 0 of the
         message, and at a loss the loss's derivative.
@@ -134,15 +134,15 @@ class LocalRule(Protocol):
     """What a rule does at one place: a pytree that is called, such as a `jax.tree_util.Partial`."""
 
     def __call__(self, site: Site, question: Any, state: Any, /) -> Answer:
-        """The answer to a `Dense`, `Diagonal`, `Elementwise` or `Shared`; state is of `init` or of the last answer."""
+        """The answer to a `Dense`, `Diagonal`, `Elementwise` or `Shared`; `state` is from `init` or the last answer."""
         ...
 
 
 class LearnedRule(Protocol):
     """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
 
-    A rule whose attribute `sums_uses` is true answers at the uses of a shared parameter (`Site.shared`) with what adds
-    up, and once with the update (`Shared`), as rules need that normalize updates. Others are not asked.
+    A rule with a true attribute `sums_uses` answers each use of a shared parameter (`Site.shared`) with a term of a
+    sum, and then the sum (`Shared`) with the update: so it can normalize the update. Other rules get no `Shared`.
 
     Attributes:
       message_size: the size k of a message, for each element of a value.

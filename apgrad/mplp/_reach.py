@@ -29,8 +29,8 @@ NEEDED = ("activations", "minibatches", "depths", "widths")
 class Reach:
     """The MLPs and minibatches that a rule was tried with; pairs are the smallest and the largest number.
 
-    `updates` is for `fit` and rules that are told it; `wires`: whether there were nonlinear functions by `wire`, such
-    as pooling; `said`: the warnings so far. Copies under `jit` have the same object, another rule an equal one.
+    `updates` is the largest number of updates; `wires`: whether there were nonlinear functions by `wire`, such as
+    pooling; `said`: the warnings so far. Copies of a rule under `jit` share this object, and so warn once in all.
     """
 
     activations: tuple[str, ...]
@@ -110,7 +110,7 @@ def _known(function: Any, names: tuple[str, ...]) -> bool:
     except (IndexError, TypeError, ValueError):
         return False  # a function of more axes than one, such as a normalization
     if any(isinstance(x, Tracer) for x in consts):
-        return False  # it is being learned
-    value = lambda f: jax.jit(f).lower(z).compile()(z)  # has a value within jit and vmap, too
+        return False  # it depends on traced arrays, such as parameters
+    value = lambda f: jax.jit(f).lower(z).compile()(z)  # computes a value even within jit and vmap
     values = value(function)
     return any(np.allclose(values, value(FUNCTIONS[name])) for name in names if name in FUNCTIONS)

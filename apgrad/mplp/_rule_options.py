@@ -19,7 +19,7 @@ def role(site: Site) -> str:
 
 
 def first_sites(sites: Sequence[Site], key: Callable[[Site], str]) -> dict[str, Site]:
-    """The first of the sites that share their networks, by what they share; refuses sites that ask other questions."""
+    """For each key the first of the sites that share networks; refuses sites of a key that ask different questions."""
     found: dict[str, Site] = {}
     for site in sites:
         first = found.setdefault(key(site), site)
@@ -52,7 +52,7 @@ class MadeForSites(nnx.Module):
         if not self.sums_uses:
             sites = [site._replace(shared=False) for site in sites if site.family != "shared"]
         self.reach: Any = None
-        self.told = True  # whether it knows the number of updates, if it asks for it
+        self.told = True  # whether it knows the number of updates, or needs none
         self.options = tuple(options.items())
         self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
         return list(sites)
@@ -84,7 +84,7 @@ class MadeForSites(nnx.Module):
         if key not in self.places:
             raise ValueError(
                 f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
-                'do not count. from_nnx(..., names="role") names an MLP so; else see the page, "A layer of your own".'
+                'do not count. from_nnx(..., names="role") names an MLP so; else see "A layer of your own" in the docs.'
             )
         return self.places[key]
 

@@ -120,7 +120,7 @@ def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
     """Runs `network(parts, carry)` on `chunk` synapses at a time, and remembers only its inputs for a meta-gradient.
 
     The hidden layers of all synapses at once do not fit into a core's cache, and reading them back takes longer than to
-    compute them again. A part that has no rows has fewer axes, or one of size 1.
+    compute them again. A part without rows has fewer axes, or a first axis of size 1.
     """
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
     # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.

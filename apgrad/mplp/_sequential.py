@@ -1,4 +1,4 @@
-"""Networks of Flax layers: an `nnx.Sequential` becomes a network, and is made of it again."""
+"""Networks of Flax layers: an `nnx.Sequential` becomes a network, and gets the learned parameters back."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -89,7 +89,7 @@ class Sequential(NamedTuple):
             if (given := _paths(own)) != made.parameters:
                 raise ValueError(
                     f"the layer {made.name!r} has the parameters {made.parameters}, got {given}. Give all that "
-                    "from_nnx made of the model; what is not to learn is an nnx.Variable that is no nnx.Param."
+                    "from_nnx made of the model. To keep one fixed, make it an nnx.Variable that is no nnx.Param."
                 )
             signal = made.apply(places[made.name], own, signal)
             outputs.append((made.name, signal))
@@ -124,10 +124,10 @@ def from_nnx(
         of these, or what `layer.register` was taught. Others, subclasses, and options that nodes lack are a TypeError.
       loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss". A loss of arrays, such
         as optax's, reads the prediction: `lambda place, p, y: optax.softmax_cross_entropy(mplp.readout(place, p), y)`.
-      x: (batch, ...), inputs; if given, predictions of the network for them that are not `model(x)` are a ValueError.
+      x: (batch, ...), inputs; if given, it is a ValueError if the network's predictions for them are not `model(x)`.
       names: "number": a layer's name is its number and its kind. "role", for an MLP: "dense_in", "activation_0",
         "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by. Layers of your own
-        without parameters, such as one that gathers some inputs by `wire`, may stand between and keep their numbers.
+        without parameters, such as one that gathers some inputs by `wire`, may stand between, and are numbered.
 
     Example:
       >>> import jax.numpy as jnp, flax.nnx as nnx, apgrad as ap
@@ -153,7 +153,7 @@ def from_nnx(
 
 
 def tied(tree: Any) -> list[str]:
-    """Where one `nnx.Param` stands twice in a pytree of modules, which JAX takes for two; empty if none does."""
+    """The paths of an `nnx.Param` that occurs twice in a pytree of modules, where JAX sees two; empty without one."""
     paths: dict[int, list[str]] = {}
     is_parameter = lambda x: isinstance(x, nnx.Param)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_parameter):
@@ -163,7 +163,7 @@ def tied(tree: Any) -> list[str]:
 
 
 def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nnx.Sequential:
-    """A copy of the model with the parameters of its network: the way back of `from_nnx`.
+    """A copy of the model with the parameters of its network: the inverse of `from_nnx`.
 
     Args:
       model: the model that `from_nnx` took.
@@ -191,7 +191,7 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
 
 
 def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
-    """The parts of a model, each with its name and as a layer; one that is used twice has the name of its first use."""
+    """The parts of a model, each with its name and its layer; a part used twice has the name of its first use."""
     if type(model) is not nnx.Sequential:
         raise TypeError(
             f"from_nnx and to_nnx take an nnx.Sequential, got {type(model).__name__}. A network of another shape is a "
@@ -241,9 +241,9 @@ def require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) ->
             return
         different = f"values that differ by up to {np.nanmax(np.abs(a - b)):.3g}"
     else:
-        different = f"{got.dtype}{got.shape}, the model {expected.dtype}{expected.shape}"
+        different = f"{got.dtype}{got.shape} in place of {expected.dtype}{expected.shape}"
     raise ValueError(
-        f"the network predicts something else than the model: {different}. A function of the model is not the same at "
-        "each call, a layer was changed, or one that mplp.layer.register was taught does something else than its "
-        "__call__; or write the network as a function of nodes."
+        f"the network predicts something else than the model: {different}. Does a function of the model change from "
+        "call to call, was a layer changed, or do the nodes that mplp.layer.register was given for a layer do "
+        "something else than its __call__? Mend that, or write the network as a function of nodes."
     )

@@ -30,7 +30,7 @@ class Network(Protocol):
     """A function that calls nodes at `places`, with `params` that are each a `Parameter`."""
 
     def __call__(self, places: Places, params: Any, batch: Any, /) -> Any:
-        """The loss of a minibatch, a scalar or losses whose mean it is, alone or with a dictionary of metrics."""
+        """The loss of a minibatch, a scalar or an array to be averaged, alone or with a dictionary of metrics."""
         ...
 
 
@@ -74,7 +74,7 @@ def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch
       scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
-      ValueError: at trace time, naming both sides, where the arguments do not fit, or a place has several parameters.
+      ValueError: at trace time, if two arguments do not fit each other, or a place has several parameters.
       TypeError: at trace time, if the network depends on a parameter in another way than through its messages (outside
         the loss nodes, or by a `.value` that enters again), from which nothing would be learned.
     """
@@ -142,8 +142,8 @@ def scan_steps(
     given += [] if length is None else [(whole("length", length, 0),)]
     if not given or len(set(given)) > 1 or not given[0]:
         raise ValueError(
-            "the inputs of scan_steps have one leading axis, the steps, and length, needed without inputs, is as long: "
-            f"got leading axes {given}, with length={length} last"
+            "the inputs of scan_steps must have the same leading axis, the steps, and length, which is needed without "
+            f"inputs, must be its size; got the leading axes {given}, counting length={length}"
         )
     (length,) = given[0]
     if remat is False or not length:
@@ -195,7 +195,7 @@ def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) 
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(metrics, dict) or "loss" in metrics:
         raise ValueError(
-            'a network returns its loss, or (loss, metrics) with a dictionary of metrics, of which "loss" is the '
+            'a network returns its loss, or (loss, metrics) with a dictionary of metrics without "loss", which is the '
             f"loss itself; got {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}"
         )
     if not (isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)):
@@ -205,7 +205,7 @@ def _run(network: Network, places: Places, values: Any, ports: Any, batch: Any) 
 
 
 def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> Places:
-    """The network's places, where all that it depends on comes back as a message."""
+    """The network's places, after the check that all that its loss depends on gets a message back."""
     axes = {n for x in jax.tree.leaves((params, batch)) for n in jnp.shape(x)}
     size = next(n for n in itertools.count(1009, 2) if n not in axes)  # so that nothing fits it by chance
     loss_of = lambda places: trace(lambda p, ports: _run(network, places, p, ports, batch)[0], params, port(params))[0]

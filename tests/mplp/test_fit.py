@@ -134,8 +134,8 @@ def test_fit_shows_a_bar(capsys):
 
 
 NO_DATA = [
-    ({"steps": 7}, ValueError, "the data have 6 minibatches, and 7 steps need as many.*cycle"),
-    ({"data": []}, ValueError, "the data have 0 minibatches"),
+    ({"steps": 7}, ValueError, "7 steps need as many minibatches, got 6.*cycle"),
+    ({"data": []}, ValueError, "need as many minibatches, got 0"),
     ({"data": [BATCHES[0], (X[1, :2], Y[1, :2])]}, ValueError, r"minibatch 1 of float32\(2, 3\), float32\(2, 2\)"),
     ({"data": None}, TypeError, r"data are minibatches \(x, y\), .* got NoneType"),
     ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),

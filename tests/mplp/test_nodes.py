@@ -77,7 +77,7 @@ class TestWiring:
     def test_normalize_names_axes_and_an_epsilon_that_are_none(self):
         at, signal = mplp.Places()["n"], ap.Signal.of(jnp.ones((2, 3)), 1)
         for axes in (2, (-3, 0), (1, -1), ()):
-            refused(ValueError, r"of the signal, which has the shape \(2, 3\)", mplp.normalize, at, signal, axes)
+            refused(ValueError, r"of the signal, whose shape is \(2, 3\)", mplp.normalize, at, signal, axes)
         refused(TypeError, "axes of normalize must be an integer", mplp.normalize, at, signal, 1.5)
         refused(ValueError, "epsilon of normalize must be", mplp.normalize, at, signal, epsilon=-1.0)
 
@@ -125,7 +125,7 @@ def test_a_scan_is_the_same_whatever_it_remembers(remat):
 def test_inputs_of_several_lengths_or_none_and_segments_of_none():
     scan = functools.partial(mplp.scan_steps, lambda s, x: (s + x, s), jnp.ones(2))
     for inputs, length in [((jnp.ones(5), jnp.ones(7)), None), (jnp.ones(10), 5), (jnp.ones(()), None), (None, None)]:
-        refused(ValueError, "one leading axis", scan, inputs, length=length, remat=2)
+        refused(ValueError, "the same leading axis", scan, inputs, length=length, remat=2)
     np.testing.assert_array_equal(scan(jnp.ones((0, 2)), remat=True)[0], 1.0)
     refused(ValueError, "remat must be an integer of at least 1, got 0", scan, jnp.ones((3, 2)), remat=0)
     refused(ValueError, "length must be an integer of at least 0, got -1", scan, length=-1)

@@ -384,7 +384,7 @@ def test_a_network_that_does_not_fit_is_refused():
     refused(TypeError, "a network returns its loss", backward(right, lambda at, p, b: None), params, {}, batch)
     for metrics in ({"loss": jnp.zeros(())}, jnp.zeros(())):
         other = lambda *args, m=metrics: (network(*args), m)
-        refused(ValueError, '"loss" is the loss itself', backward(right, other), params, EMPTY, batch)
+        refused(ValueError, '"loss", which is the loss itself', backward(right, other), params, EMPTY, batch)
     words, integers = r"are floating point, got params\['w'\] of dtype int32", {"w": jnp.ones(2, jnp.int32)}
     refused(TypeError, words, backward(right, network), integers, {}, batch)
 
@@ -397,8 +397,8 @@ def test_a_rule_of_a_user_that_is_none_is_refused():
         (answers(None), r"'first' .*an mplp\.Answer\(message, update, bias, state\), got NoneType"),
         (answers((1, 2)), "got a tuple of 2"),
         (small, r"'first' .*message must have shape \(4, 3, 1\), got shape \(4,\)"),
-        (lambda site: lambda *question: None, r"'first' .*pytree of arrays that is called, got <function.*Partial"),
-        (lambda site: None, "pytree of arrays that is called, got None"),
+        (lambda site: lambda *question: None, r"'first' .*callable pytree of arrays, got <function.*Partial"),
+        (lambda site: None, "callable pytree of arrays, got None"),
     ):
         wrong = type("Wrong", (mplp.Exact,), {"at": lambda self, site, at=at: at(site)})(0.1)
         refused((TypeError, ValueError), words, backward(wrong, network), params, EMPTY, batch)

@@ -1,4 +1,4 @@
-"""Gradient descent as a message passing protocol, k = 1: it proves the nodes (MPLP, section 1; thesis, section 4.2).
+"""Gradient descent as a message passing protocol, k = 1, a test of the nodes (MPLP, section 1; thesis, section 4.2).
 
     loss          m = dL/dp
     elementwise   m' = J^T m

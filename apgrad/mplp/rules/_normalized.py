@@ -1,33 +1,32 @@
 """The normalized rule: steps of learned length along whitened, averaged and normalized updates.
 
-The steps of a separable rule (`_separable.py`) are proportional to its messages: those that fade in a deep network
-teach it nothing, large ones make it diverge, and it is trained for one scale. Here nothing depends on the scale of
+The steps of a separable rule (`_separable.py`) are proportional to its messages: messages that fade in a deep network
+teach it nothing, large ones make it diverge, and the rule fits one scale alone. Here nothing depends on the scale of
 inputs and messages, and the rule sets the length of each step. At a dense layer with inputs x (B, N), messages m (B, M,
 k) and weights W (N, M), with |a| for the root mean square of all elements of a,
 
     U = mean_b sum_r B_r(P x) A_r(m)      V <- beta V + (1 - beta) U
     dW = -l c(t / T) V / (|V| sqrt(N))    db = -l l' c(t / T) v / |v|
 
-P x are the inputs whitened by recursive least squares (`_whitening.py`). The first product, A_0 = m_0 and B_0 = P x, is
-the gradient's plus corrections. Those, and the messages
+P x are the inputs whitened by recursive least squares (`_whitening.py`). The first product, of A_0 = m_0 and B_0 = P x,
+is that of gradient descent on whitened inputs, plus corrections. The corrections, and the messages
 
     m' = g |m| G(m / |m|, z) + the exact message in component 0,
 
-are made by small networks of one neuron each that see m / |m|, x / |x| and P x / |x|, relative to what arrives. At
-first they correct nothing. c falls from 1 to 0 at the horizon of T updates (without `for_steps` it is 1).
+are made by small networks, each for one neuron, that see m / |m|, x / |x| and P x / |x|. At first the corrections do
+not change an update. c falls from 1 to 0 at the horizon of T updates (without `for_steps` it is 1).
 
-*Corrections fade.* A gradient's mean over examples vanishes as the network learns. That of a function of m / |m| does
-not, and would take over, sooner in large minibatches and wide layers: so its part is g / (1 + t B / 1000) at step t.
+*Corrections fade.* A gradient's mean over examples vanishes as the network learns. The mean of a function of m / |m|
+does not, and would outweigh it, sooner in large minibatches and wide layers: so their factor is g / (1 + t B / 1000).
 
-*Controllers.* l, l', beta, the whitening's lambda and epsilon, and the part g of the corrections are made anew for each
-step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for each role without parameters). It sees the
-fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
-signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it. With `settle` s, 1 / (1 + t / s)
-of what the network says is left at step t. It is added to a constant, which is learned, too.
+*Controllers.* l, l', beta, the whitening's lambda and epsilon, and g are made anew for each step t by the controller of
+a role (`dense_in`, `dense_`, `dense_out`; g alone in roles without parameters): a learned constant plus a network that
+sees t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell signal
+from noise: |V| / (|U| + |V|), and the cosine of U with the average before it. With `settle` s the network's output is
+multiplied by 1 / (1 + t / s).
 
-*Shared parameters.* Of a parameter that is used in many steps or at many positions (`mplp.shared`, a bias, a scale, the
-table of an embedding) the uses' U add up, and the average, its direction and its length are those of the sum.
-
+*Shared parameters.* Where a parameter is used in many steps or at many positions (`mplp.shared`, a bias, a scale, the
+table of an embedding), the U of all uses are added, and V is the average of these sums.
 """
 
 import math
@@ -59,13 +58,13 @@ class Normalized(MadeForSites):
 
     Args:
       sites: the sites of a network, from `mplp.sites`. Places share networks by role, as "role" of `Separable` says.
-      message_size: the size k of a message; 0 for the gradient alone, with no network of one neuron at all.
+      message_size: the size k of a message; 0 for the gradient alone, without corrections.
       rank: the number of products in an update.
       hidden: the number of hidden units of each network, which are tanh.
       whiten: whether dense layers whiten their inputs.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
-      window: the number of rows of a window, about.
-      settle: after how many steps half of what a controller's network says is left; None for all of it, at every step.
+      window: the largest number of rows of a window; a layer with more rows in a minibatch has a full P.
+      settle: the number of steps after which the output of controllers' networks is halved; None never fades it.
       rngs: the source of keys for the networks.
 
     Example:
@@ -122,7 +121,7 @@ class Normalized(MadeForSites):
                 self.places[key] = _NormalizedElementwise(features, message_size, hidden, control, rngs)
 
     def for_steps(self, steps: int | jax.Array) -> "Normalized":
-        """The rule for so many updates, over which its steps get shorter. Its updates after these are 0.
+        """The rule for a known number of updates, over which its steps get shorter. Later updates are 0.
 
         Args:
           steps: the number of updates, a positive integer, or an array that is one.
@@ -168,7 +167,7 @@ def _inputs(site: Site) -> int:
 
 
 def _squash(x: jax.Array) -> jax.Array:
-    # sign(x) log(1 + |x|), whose derivative at 0 is 1: of the two maxima it is a half each.
+    # sign(x) log(1 + |x|), whose derivative at 0 is 1: each maximum gives a half.
     return jnp.log1p(jnp.maximum(x, 0)) - jnp.log1p(jnp.maximum(-x, 0))
 
 
@@ -261,7 +260,7 @@ class _NormalizedDiagonal(nnx.Module):
 
 
 class _NormalizedShared(nnx.Module):
-    """The local rule of a shared parameter: a matrix has the step of a dense node's weight, others that of its bias."""
+    """The local rule of a shared parameter: a vector gets the step of a bias, any other that of a dense weight."""
 
     def __init__(self, control: Control):
         self.controller = control(STEP)

@@ -2,11 +2,11 @@
 
 Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning protocol", 2020, and its published code.
 A synapse ij sees the message m_bj at its output, its weight and its input. A network f makes its update, and a network
-g its message, of which the node's is the mean over the outputs:
+g makes its message; the message of the node is the mean of these over the outputs:
 
     dW_ij = a (mean_b f(m_bj, W_ij, x_bi; c_bij) - o),        m'_bi = mean_j g(m_bj, W_ij, x_bi; c_bij)
 
-A bias sees [m, b, z], where z is the bias's input, and goes first: the weights see the bias's message. Activations see
+A bias sees [m, b, z], where z is its input, and answers first: the weights see its message as m. Activations see
 [m, z], the softmax sees [m, z, z - max z, exp(z - max z), the sum of these], and losses see their features alone. The
 *state* c is kept from step to step, for each synapse and slot of the minibatch. Published are two kinds:
 
@@ -16,8 +16,8 @@ A bias sees [m, b, z], where z is the bias's input, and goes first: the weights 
 (The paper has two GRUs, for f and for g, `cell="two_grus"`, and relu in them, not tanh.) a is learned, and o is fitted.
 
 *Standardizers* (MPLP, section 3.1; published code) shift and scale what a network sees, by a pair of numbers for each
-group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. They have a fault as published: the scale of
-biases, which are about 1e-3 while it is fitted, is near 1000 (see `max_scale`).
+group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. As published they have a fault: biases are
+about 1e-3 while their scale is fitted, so that it is near 1000 (see `max_scale`).
 """
 
 import zipfile
@@ -46,12 +46,12 @@ class PerSynapse(MadeForSites):
     """The published rules, made and used as `Separable` is in its example.
 
     Args:
-      sites: from `mplp.sites`. The rule fits networks whose places have these names, or these kinds if all is shared.
+      sites: from `mplp.sites`. The rule fits networks whose places have these names or, if share="all", these kinds.
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
       layers: the number of units in each hidden layer of the networks.
-      share: whether places of a kind share networks (published: of dense ones); "all": standardizers and scales a, too.
+      share: whether places of a kind share networks (as published, dense ones); "all": standardizers and a, too.
       gradient: whether networks also see the true gradient (proposed in MPLP's section 5).
       rngs: the source of keys for the networks.
     """
@@ -120,7 +120,7 @@ class PerSynapse(MadeForSites):
 
 
 class Standardizer(nnx.Module):
-    """A shift and a scale for each group of features, the identity at first; of an update the scale a and mean o."""
+    """A shift and a scale for each group of features, at first the identity; for updates also scale a and mean o."""
 
     def __init__(self, groups: int, updates: bool):
         self.shift = Fixed(jnp.zeros(groups, float))
@@ -238,7 +238,7 @@ def fit_standardizers(
       batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
       blend: the weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
         (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
-      max_scale: the largest scale; None as published, with the published fault.
+      max_scale: the largest scale; None for no bound, as published, by which biases get a scale near 1000.
     """
     if not isinstance(rule, PerSynapse):
         raise TypeError(f"only a rule mplp.PerSynapse has standardizers to fit, got {type(rule).__name__}")
@@ -262,7 +262,7 @@ def fit_standardizers(
             found.setdefault(key, []).append(of_steps)
     for key, each in found.items():
         steps = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
-        asked = (steps["scale"][:, 0] != 0).astype(float)  # 0 of a place to which no message came
+        asked = (steps["scale"][:, 0] != 0).astype(float)  # a recorded scale is 0 where no message came
         new = jax.tree.map(lambda x, asked=asked: jnp.average(x, axis=0, weights=asked), steps)
         if max_scale is not None:
             new["scale"] = jnp.minimum(new["scale"], max_scale)
@@ -292,7 +292,7 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
             with np.load(source) as file:
                 arrays = dict(file)
         except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{source} is no .npz file of arrays of experiments.convert_published: {error}") from error
+            raise ValueError(f"{source} is no .npz file that experiments.convert_published wrote: {error}") from error
     arrays = {name: value for name, value in arrays.items() if not name.startswith(("golden/", "prior/"))}
     parts = {site.name: ["/weight", "/bias"] if site.family == "dense" else [""] for site in sites}
     in_file = {"/".join(name.split("/")[:-2]) for name in arrays if "/standardizer/" in name}
@@ -326,8 +326,8 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
         value = _take(arrays, name)
         if not np.array_equal(value, arrays[same := first.setdefault(id(variable), name)]):
             raise ValueError(
-                f"the checkpoint has other numbers for {same} and {name}, of which a rule that shares the networks of "
-                "dense layers has one: it shares those of activations too"
+                f"the checkpoint has different numbers for {same} and {name}. Here a rule that shares the networks of "
+                "dense layers shares those of activations, too, and has one set of numbers for both"
             )
         if value.shape != variable[...].shape:
             raise ValueError(f"the checkpoint's {name} has shape {value.shape}, the rule wants {variable[...].shape}")

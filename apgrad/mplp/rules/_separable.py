@@ -1,21 +1,21 @@
 """The separable rule: small networks for every neuron, in place of networks for every synapse.
 
-The update of a synapse is a sum of R products of a factor of its input and one of its output, and each factor is made
-by a small network of this one neuron. A message is a weighted sum, as in backpropagation:
+The update of a synapse is a sum of R products of a factor for its input neuron and a factor for its output neuron. Each
+factor is made by a small network that sees one neuron. A message is a weighted sum, as in backpropagation:
 
     dW_ij = -lr mean_b sum_r B_r(x_bi, u_i) A_r(m_bj, v_j),      db_j = -lr' mean_b A_0'(m_bj, v_j)
     m'_bi = G(sum_j W_ij U(m_bj, v_j), z_bi, s_i)
 
-x are the inputs, m (of size k) the messages at the outputs, z the inputs of the activation, where G stands. All are
-matrix products, about (1 + k + R) of the size of the forward pass. A loss makes the first message of [L, p, y, ...].
+x are the inputs, m (of size k) the messages at the outputs, z the inputs of the activation, where G stands. The work is
+about 1 + k + R matrix products of the forward pass's size. A loss makes the first message, from [L, p, y, ...].
 
-*Start as gradient descent*, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m: component 0 of m, and A_0, B_0 and U_0,
-are those of gradient descent plus corrections whose gains begin at 0. All corrections of A are 0 at first, so those of
-B (r > 0) can be there from the beginning; likewise the other components of messages, which nothing reads yet.
+*Start as gradient descent.* Component 0 of m, A_0, B_0 and U_0 are those of gradient descent, A(m) = m, B(x) = x, U(m)
+= m, G(m, z) = act'(z) m, plus corrections whose gains begin at 0. The A_r (r > 0) are 0 at first, so the B_r (r > 0)
+need not be 0, and neither need the other components of messages, which nothing reads yet.
 
-*State of neurons.* u, v and s are recurrent states of neurons, not of examples. A gated unit makes the new one from the
-mean and the mean square over the batch of what the neuron sees: so a rule can follow its statistics, as Adam does.
-*Whitening.* B_0 is P x, and the other B see it beside x (`_whitening.py`): the start is recursive least squares.
+*State of neurons.* u, v and s are recurrent states of neurons, not of examples. A gated unit makes a new state from the
+mean and the mean square over the batch of what the neuron sees, so a rule can follow these statistics, as Adam does.
+*Whitening.* With `whiten` B_0 is P x, and the networks see P x beside x (`_whitening.py`): recursive least squares.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Separable(MadeForSites):
         step size means the same in layers of every width.
       learning_rate: the learning rate of each place at first, which is meta-trained.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
-      window: the number of rows of a window, about.
+      window: the largest number of rows of a window; a layer with more rows in a minibatch has a full P.
       rngs: the source of keys for the networks.
 
     Example:

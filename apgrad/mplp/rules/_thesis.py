@@ -2,14 +2,14 @@
 
 This is the stateless protocol of the MPLP thesis (Simons, 2023, chapters 4 and 5). With Wa = [W; b] and xa = [x, 1]:
 
-    loss           m = g_loss([L, p, y]),       L the output's own loss, as in its code (its text: of all outputs)
+    loss           m = g_loss([L, p, y]),       L the loss of one output, as in its code (in its text of all)
     activation     m' = g_act([m, z])
     dense          D_bij = f([m_bj, xa_bi]),    Wa <- Wa - clip(lr mean_b D, -1, 1)
                    m'_bi = sum_j g_lin([m_bj, Wa_ij])
 
 Each network is linear, relu, linear; nodes of a kind share it (in the thesis each activation function is a kind, which
-`mplp.transform` makes). Batch norm standardizes its inputs over all rows of a call; with it training leaves the flat
-phase sooner (section 5.2). Gradient descent is k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
+`mplp.transform` makes). Batch norm standardizes a network's inputs over all rows of a call, so that training leaves the
+flat phase sooner (section 5.2). Gradient descent is k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
 """
 
 import math
@@ -38,7 +38,7 @@ class Thesis(MadeForSites):
       message_size: the size k of a message.
       hidden: the number of hidden units of each network.
       batch_norm: whether batch norm standardizes the networks' inputs.
-      learn_rate: whether the step size lr is meta-trained: lr itself, so its sign may change.
+      learn_rate: whether the step size lr is meta-trained (not its logarithm, so its sign may change).
       learning_rate: the step size at first; .001 in the thesis.
       see_loss: whether the network of a loss sees the loss itself; not so in the thesis's section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
@@ -106,9 +106,9 @@ class BatchNorm(nnx.Module):
 
 
 class _Network(nnx.Module):
-    """What it makes stands alone, or is a correction of gradient descent, whose gains are 0 where it has a part.
+    """Makes a message or a step or, if it `corrects`, a correction of gradient descent's, 0 at first in component 0.
 
-    `used` are the features of an elementwise node that it sees, by name.
+    `used` names the features that it sees of an elementwise node.
     """
 
     def __init__(self, features, hidden, out, used, batch_norm, corrects, rngs):
@@ -127,7 +127,7 @@ class _Network(nnx.Module):
         return in_chunks(lambda own, _: self.mlp(*own), seen, (), CHUNK // hidden)
 
     def combined(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """The message or the step (..., out) of what gradient descent has, (...), and what the network has made."""
+        """The message or the step, (..., out): `learned` alone, or gradient descent's `exact` (...) corrected by it."""
         return learned if self.gain is None else beside(exact, self.gain[...] * learned)
 
 

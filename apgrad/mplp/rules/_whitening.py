@@ -2,7 +2,7 @@
 
 The inputs of a layer are correlated, so a gradient step for one example disturbs what others have learned. For linear
 regression the cure is recursive least squares (Plackett, 1950): keep P = (I + lambda sum x x^T)^-1 and step along P x
-in place of x. Here each dense layer keeps its own P, and lambda is meta-trained. In P a minibatch is divided by its
+in place of x. Here each dense layer keeps its own P, and lambda is meta-trained. A minibatch enters P divided by its
 root mean square and by sqrt(N), so P depends on the directions of the inputs only, and stays well conditioned.
 
 *Full.* For a minibatch X (rows, N), by Woodbury's identity with S = I/lambda + X P X^T (rows, rows):
@@ -29,7 +29,7 @@ State = dict[str, jax.Array]
 
 
 def init(site: Site, limit: int, rank: int) -> State:
-    """`P` = I, (N, N); or zeros for r rows of whole minibatches, about `rank`: `rows` (r, N), `gram` (r, r)."""
+    """`P` = I, (N, N); or zeros for r rows, as many whole minibatches as `rank` holds: `rows` (r, N), `gram` (r, r)."""
     rows, inputs, _ = site.shape
     if inputs <= limit or rows > rank:
         return {"P": jnp.eye(inputs, dtype=float)}
@@ -60,8 +60,8 @@ def _full(x, P, strength, forget):
     eye = jnp.eye(inputs, dtype=P.dtype)
     if rows <= inputs:
         PX = P @ x.T
-        # S = L L^T is small, rows by rows, with eigenvalues of at least 1 / lambda. As V^T V, V = L^-1 X P, the update
-        # keeps P symmetric to the last bit: in S^-1 X P the rounding errors of P - P^T add up until P is indefinite.
+        # S = L L^T is small, rows by rows, with eigenvalues of at least 1 / lambda. The update V^T V,
+        # V = L^-1 X P, keeps P symmetric to the last bit; with S^-1 X P rounding errors add up until P is indefinite.
         # L^-1 is formed because a batched triangular solve with N right-hand sides took three times as long (CPU).
         inverse = jnp.linalg.inv(jnp.linalg.cholesky(x @ PX + jnp.eye(rows, dtype=P.dtype) / strength))
         V = inverse @ PX.T
