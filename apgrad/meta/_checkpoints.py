@@ -44,7 +44,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.close()
 
     def latest(self) -> int | None:
-        """The last step saved, by whichever process, None if there is none."""
+        """The last step that any process has saved, or None."""
         self._manager.reload()
         return self._manager.latest_step()
 
@@ -52,13 +52,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Writes a checkpoint and returns when it is on disk; all processes of a run call this.
 
         Args:
-          step: the number of the checkpoint, larger than all in the folder, or a ValueError.
-          tree: a pytree of arrays and PRNG keys. NumPy's arrays stay NumPy's.
+          step: the number of the checkpoint; a ValueError if it is not larger than all in the folder.
+          tree: a pytree of arrays and PRNG keys. NumPy arrays are stored as NumPy arrays.
         """
         latest = self.latest()
         if whole("step", step, 0) <= (-1 if latest is None else latest):
             raise ValueError(
-                f"{self._folder} has a checkpoint of step {latest}, and steps grow: got step={step}. Save a later "
+                f"{self._folder} has a checkpoint of step {latest}, and steps must grow: got step={step}. Save a later "
                 "step, or delete the folders of the steps that are to be written again."
             )
         arrays = _arrays(tree)
@@ -68,11 +68,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
-        """Reads a checkpoint; a ValueError names what differs in another form, or says what to do about a damaged one.
+        """Reads a checkpoint. A ValueError names arrays that are not as in `like`, or says what to do about damage.
 
         Args:
           step: the number of the checkpoint.
-          like: a pytree of the same structure, shapes, dtypes and shardings; shapes may stand for JAX's arrays.
+          like: a pytree of the same structure, shapes, dtypes and shardings; ShapeDtypeStructs may stand for arrays.
         """
         self._manager.reload()  # what another process has saved
         if step not in (steps := self._manager.all_steps()):
@@ -107,7 +107,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Closes the folder."""
         self._manager.close()
 
     def _damaged(self, step: int, reason: str) -> ValueError:
@@ -120,7 +120,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 @jax.jit
 def _checksum(x):
     # Integer sums modulo 2^32 do not depend on the order of addition. Weights are odd, so that a change of one byte
-    # always changes the sum, and differ, so that an exchange of two does.
+    # always changes the sum, and all different, so that an exchange of two unequal bytes does.
     data = jnp.ravel(x).view(jnp.uint8).astype(jnp.uint32)
     return jnp.sum(data * (2 * jnp.arange(data.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
@@ -131,7 +131,7 @@ def _arrays(tree):
     def data(name, leaf):
         with noted(f"This is the leaf {name} of a checkpoint, which holds arrays and PRNG keys."):
             array = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
-        # Of NumPy's 64 bits JAX makes 32.
+        # JAX would make 32 bits of NumPy's 64.
         return np.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else array
 
     return {name: data(name, leaf) for name, leaf in sorted(named_leaves(tree).items())}
@@ -151,7 +151,7 @@ def fingerprint(tree: Any) -> str:
 
 
 def _stored(arrays, step):
-    """What orbax stores: the arrays by number, but those of size 0, and the step, so that there is something."""
+    """What orbax stores: the arrays by number, without those of size 0, and the step, so that it is never nothing."""
     return {str(i): x for i, x in enumerate(arrays.values()) if x.size} | {"step": np.asarray(step)}
 
 

@@ -59,7 +59,7 @@ def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
 def truncated_evolution(problem: Problem, segment: int, *, sigma: float = 0.01, stagger: bool = True) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
-    What acts on the start of an unroll only, such as the prior of a `WithPrior`, gets noise of mean zero.
+    The gradient of what acts on the start of an unroll only, as the prior of a `WithPrior` does, is noise of mean zero.
 
     Args:
       problem: the recurrence.
@@ -95,7 +95,7 @@ def persistent_evolution(problem: Problem, segment: int, *, sigma: float = 0.01,
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.
       sigma: standard deviation of the perturbations.
-      stagger: whether tasks start out of step; then the first T/K estimates are biased.
+      stagger: whether tasks start out of step with each other; then the first T/K estimates are biased.
     """
     return _persistent(problem, segment, sigma, stagger, keep=False)
 
@@ -149,8 +149,8 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
             warn(
                 f"theta{jax.tree_util.keystr(path)} is {dtype}, which rounds away less than "
                 f"{float(jnp.finfo(dtype).eps) / 2:.2g} of a parameter. Where a perturbation by sigma={sigma} is no "
-                "more, the gradient is zero or far off. Keep theta, and all that it enters, in float32, or take a "
-                "larger sigma: a cast in the step rounds as much."
+                "more, the gradient is zero or far off. Keep theta, and all that it enters, in float32 (a cast "
+                "in the step rounds as much), or take a larger sigma."
             )
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))

@@ -33,12 +33,12 @@ class OuterGradient:
 
     Args:
       init: `(theta, key) -> carry`, what goes on from one outer step to the next, such as an unroll that is half done.
-        It is jitted, and sees what it closes over, as the start of a `Problem` may, as it was at the first call.
+        It is jitted: what it closes over, as the `init` of a `Problem` may, keeps its value of the first call.
       estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry.
     """
 
     def __init__(self, init: Callable[[Any, jax.Array], Any], estimate: Callable[[Any, jax.Array, Any], Estimate]):
-        self._init = jax.jit(init)  # or a staggered start compiles its steps at each call
+        self._init = jax.jit(init)  # without jit a staggered start compiles its steps at each call
         self._estimate = estimate
 
     def init(self, theta: Any, key: jax.Array) -> Any:
@@ -75,8 +75,8 @@ class OuterGradient:
         """Loss, gradient and carry by `estimate`, with the carry of the call before, at first `init(theta, key)`.
 
         An outer gradient of whole unrolls keeps nothing from call to call, and may be called without a carry. One that
-        keeps something, such as an unroll that is half done, raises a ValueError without a carry. So does any for a
-        carry of other shapes, such as that of one task for `batched`.
+        keeps something, such as an unroll that is half done, raises a ValueError without a carry. A carry of other
+        shapes, such as the carry of one task given to `batched`, is a ValueError, too.
         """
         own = jax.eval_shape(lambda: self.init(theta, key))
         if carry is None:
@@ -99,7 +99,7 @@ class OuterGradient:
 
 
 def of_loss(loss: Callable[[Any, jax.Array], jax.Array]) -> OuterGradient:
-    """Reverse mode through a function of theta and a key, of which nothing goes on to the next outer step."""
+    """Reverse mode through a function of theta and a key, which keeps nothing for the next outer step."""
 
     def estimate(theta, key, carry):
         return *value_and_gradient(lambda theta: loss(theta, key), theta), carry
@@ -118,7 +118,7 @@ def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradien
 
 
 class Segments(NamedTuple):
-    """An unroll made segment by segment: the problem's state, which holds the keys of its steps, and the steps made."""
+    """An unroll made segment by segment: the problem's state, with its steps' keys, and the number of steps made."""
 
     state: Any
     t: jax.Array
@@ -127,7 +127,7 @@ class Segments(NamedTuple):
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
     """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step."""
     if problem.length < whole("the truncation K", segment) or problem.length % segment:
-        raise ValueError(f"a truncation's K divides the unroll's T, got K={segment}, T={problem.length}: take another")
+        raise ValueError(f"a truncation's K must divide the unroll's T, got K={segment}, T={problem.length}: change K")
     keys = jax.random.split(key)
     state, t = problem.init(theta, keys[0]), jnp.zeros((), int)
     if stagger and segment < problem.length:
@@ -150,13 +150,13 @@ def advance(
 
 
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:
-    """The unroll of a new task in place of an unroll that has ended; an unroll that has not stays."""
+    """A new task's unroll in place of an unroll that has ended; an unroll that has not ended goes on."""
     fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
     return optax.tree.where(carry.t >= problem.length, fresh, carry)
 
 
 def strong(tree: Any) -> Any:
-    """The arrays without JAX's weak types, which go away in a step: or the second step compiles again."""
+    """The arrays without JAX's weak types: a step removes these, and the second step would be compiled again."""
     weak = lambda x: getattr(x, "weak_type", False)
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if weak(x) else x, tree)
 
@@ -164,7 +164,7 @@ def strong(tree: Any) -> Any:
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
     """Reverse mode through K of T steps, from a state that is held constant: biased towards short horizons.
 
-    What acts on the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
+    The gradient of what acts on the start of an unroll only, as the prior of a `WithPrior` does, is zero.
 
     Args:
       problem: the recurrence.
@@ -273,12 +273,12 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
 
 
 def global_view(mesh: Mesh) -> Mesh:
-    """The mesh with axes along which the compiler shards (`jax.make_mesh` makes explicit axes)."""
+    """The mesh with axes of type `Auto`, along which the compiler shards; those of `jax.make_mesh` are explicit."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def average(outers: Iterable[OuterGradient], weights: Sequence[float] | None = None) -> OuterGradient:
-    """The weighted mean of several outer gradients; for several architectures, one outer gradient for each.
+    """The weighted mean of several outer gradients, such as one for each of several architectures.
 
     Args:
       outers: outer gradients of the same theta.

@@ -1,6 +1,6 @@
 """Which parts of a pytree are meta-trained: all but an `nnx.Variable` that is no `nnx.Param`, such as a standardizer.
 
-Weight decay would shrink it and evolution strategies perturb it, so `meta.train` and all outer gradients split it off.
+Weight decay would shrink such a variable, and evolution strategies would perturb it: it is split off everywhere.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from apgrad.mplp._sequential import tied
 
 
 def partition(theta: Any) -> tuple[Any, Any]:
-    """Splits a pytree into what is trained and what is fixed: two pytrees of its form, each with None for the other.
+    """Splits a pytree into what is trained and what is fixed: two pytrees of its form, with None for what is missing.
 
     Args:
       theta: a rule, or any pytree. All of it is trained but an `nnx.Variable` that is not an `nnx.Param`.
@@ -43,7 +43,7 @@ def merge(trained: Any, fixed: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """The pytree with modules and variables of its own: what is written to them stays here."""
+    """A copy of the pytree, with modules and variables of its own: writing to them does not change the original."""
     return jax.tree.map(lambda x: x, tree)
 
 
@@ -65,8 +65,8 @@ def require_trainable(theta: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(theta):
         if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
             raise TypeError(
-                f"theta{jax.tree_util.keystr(path)} is a PRNG key, of which a gradient has no zeros. A key that a "
-                "module needs only while it is made is no attribute of it; those of a step come from the problem's key."
+                f"theta{jax.tree_util.keystr(path)} is a PRNG key, for which a gradient can have no zeros. Do not "
+                "keep the key that made a module as its attribute, and take keys of a step from the problem's key."
             )
     if same := tied(theta):
         raise TypeError(

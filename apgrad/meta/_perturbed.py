@@ -37,9 +37,9 @@ def perturbed(
       problem: the recurrence; `problem.perturb` says which part of the state gets noise. That part is floating point.
       sigma: standard deviation of the noise.
       unrolls: number of perturbed unrolls of the task, the lanes over which total propagation takes variances.
-      estimator: how the noise is differentiated; total propagation with the published weights if not given. By the
-        default ones of `ap.total_propagation` one of a few chaotic unrolls may take all the weight.
-      cross_fit: whether each half of the unrolls is weighed by the other half, which is unbiased however few there are.
+      estimator: how the noise is differentiated; total propagation with the published weights if not given. With
+        the default weights of `ap.total_propagation` one of a few chaotic unrolls may get all the weight.
+      cross_fit: whether each half of the unrolls is weighed by the other half: unbiased for any number of unrolls.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

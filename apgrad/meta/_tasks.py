@@ -55,7 +55,7 @@ def mlp(
       sizes: number of inputs, width of each hidden layer, number of outputs.
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
-      deviation: of normal weights (.05 in MPLP), with biases 0; None: both uniform on ±1/sqrt(inputs) (thesis).
+      deviation: the normal weights' standard deviation, biases 0; None: all uniform in ±1/sqrt(inputs) (thesis).
 
     Example:
       >>> import jax, apgrad as ap
@@ -210,7 +210,7 @@ def accuracy(task: Task, params: Any, batch: Batch) -> jax.Array:
     """The fraction of a minibatch that the network classifies right.
 
     Args:
-      task: the family, whose network is asked.
+      task: the family, whose network classifies.
       params: parameters of the network.
       batch: inputs (batch, ...) and one-hot targets (batch, classes).
     """
@@ -218,7 +218,7 @@ def accuracy(task: Task, params: Any, batch: Batch) -> jax.Array:
     prediction = task.network.predict(params, x)
     if jnp.shape(y) != prediction.shape or prediction.ndim < 2 or prediction.shape[-1] == 1:
         raise ValueError(
-            "accuracy is of predictions and one-hot targets (batch, classes) of two classes or more, got "
+            "accuracy takes predictions and one-hot targets (batch, classes) of two classes or more, got "
             f"{prediction.shape} and {jnp.shape(y)}. Class labels become targets by jax.nn.one_hot(labels, classes)."
         )
     return jnp.mean(jnp.argmax(prediction, axis=-1) == jnp.argmax(y, axis=-1))
@@ -252,13 +252,13 @@ def message_passing(network: mplp.Network) -> Learner:
 def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callable[[Any, Any], jax.Array]) -> Learner:
     """An optax optimizer on the true gradient; theta is what it is made of.
 
-    Of the parameters an `nnx.Variable` that is no `nnx.Param` stays as it is.
+    A parameter that is an `nnx.Variable` and no `nnx.Param` is not changed.
 
     Args:
       make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer. Adam and its
-        kin want `eps_root=1e-16` or so: at a gradient of 0, as of a relu unit that is off, a root has no derivative.
-        `optax.inject_hyperparams` keeps theta of the start, of which `truncated` sees nothing: it is not needed here.
-      loss: `(params, batch) -> scalar`, whose gradient the optimizer gets. It writes to no parameter, or a ValueError.
+        kin want `eps_root=1e-16` or so: their square root has no derivative at 0, the gradient of a relu that is off.
+        Do without `optax.inject_hyperparams`: it keeps theta of the start, which `truncated` does not differentiate.
+      loss: `(params, batch) -> scalar`, whose gradient the optimizer gets; a ValueError if it writes to a parameter.
 
     Example:
       >>> import jax.numpy as jnp, optax, apgrad as ap

@@ -1,7 +1,7 @@
 """The outer loop: many outer steps in one jitted function, on one device or many.
 
-All calls run one program, and a checkpoint follows each: so a run that was killed and goes on ends with the same bits.
-How it goes is told by a progress bar, a file of all steps, and a `log`, such as TensorBoard's files.
+All jitted calls run one program, and a checkpoint follows each, so a run that was killed and goes on ends with the same
+bits. A progress bar, a file of all steps and a `log`, such as TensorBoard's files, show how a run goes.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ROW = re.compile(r"(\d+)" + r",[\w.+-]+" * len(COLUMNS) + r"\n")
 
 class Training(NamedTuple):
     """What goes on from step to step: theta, optax's state of what is trained, the outer gradient's carry, the run's
-    key (step t uses `fold_in(key, t)`), the steps made, and those skipped, as loss or gradient was not finite.
+    key (step t uses `fold_in(key, t)`), the steps made, and those skipped because a loss or gradient was not finite.
     """
 
     theta: Any
@@ -104,7 +104,7 @@ def _require_same(before: Any, after: Any) -> None:
         if kind(old) != kind(new):
             raise TypeError(
                 f"the state of the outer optimizer changes its form in a step: {jax.tree_util.keystr(path)} was "
-                f"{kind(old)}, and is {kind(new)}. With theta in float32 optax's optimizers keep theirs."
+                f"{kind(old)}, and is {kind(new)}. With theta in float32 optax's optimizers keep the form."
             )
 
 
@@ -133,7 +133,7 @@ def outer_steps(
             updates, state = update(gradient, training.optimizer, trained, value=loss, grad=gradient)
         _require_same(training.optimizer, state)
         moved = merge(optax.apply_updates(trained, updates), fixed)
-        # A carry that went wrong would stay so: it begins anew.
+        # A carry that is not finite would stay so, so a new one is made.
         carry = lax.cond(fine, lambda: carry, lambda: outer.init(training.theta, jax.random.fold_in(key, 1)))
         theta, state = optax.tree.where(fine, (moved, state), (training.theta, training.optimizer))
         skipped = training.skipped + (~fine).astype(training.skipped.dtype)
@@ -174,7 +174,7 @@ def train(
       key: PRNG key of everything random.
       steps: outer steps, with those of earlier starts counted in; a folder's run of more steps is returned as it is.
       folder: where checkpoints, `run` and `metrics.csv` are written, if given.
-      version: such as "1"; a folder needs one.
+      version: text or a number, such as "1", which a folder needs.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
       log: `(step, metrics)`, called after each jitted call with the means of "loss" and "gradient_norm", and "skipped",
@@ -182,8 +182,8 @@ def train(
       progress: whether to show a tqdm bar.
 
     Raises:
-      FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps had to be skipped.
-      ValueError: for a folder without a version, that is in use, or holds another run or a damaged checkpoint.
+      FloatingPointError: if all steps of a call of two or more, ten steps in a row, or all steps had to be skipped.
+      ValueError: for a folder without a version, that is in use, or that holds another run or a damaged checkpoint.
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -209,7 +209,7 @@ def train(
             latest = checkpoints.latest()
             run = f"version {version}, key {fingerprint(key)}, theta {fingerprint(theta)}"
             _claim(folder / "run", run, begun=latest is not None)
-        # A copy, since the jitted call gives the memory of its argument away.
+        # A copy, since the jitted call donates the memory of its argument.
         training = jax.tree.map(jnp.array, begin(outer, optimizer, theta, key))
         if mesh is not None:
             replicated = NamedSharding(global_view(mesh), PartitionSpec())
@@ -268,7 +268,7 @@ def _loop(many, training, steps, record):
 
 
 def tensorboard(folder: str | Path) -> Log:
-    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX: on disk when a call returns.
+    """A `log` for `train` that writes TensorBoard's event files by tensorboardX; they are on disk when a call returns.
 
     Args:
       folder: where the event files are, one for each start of a run; it is made if it does not exist.
@@ -293,7 +293,7 @@ def tensorboard(folder: str | Path) -> Log:
 
 
 def begin_metrics(path: Path, step: int) -> None:
-    """The file `metrics.csv` of a run that goes on from a step: its head, and the whole rows up to the step."""
+    """Rewrites the file `metrics.csv` of a run that goes on from a step: its head, and complete rows up to the step."""
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) <= step]
     write_atomically(path, HEAD + "".join(whole))

@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` counts steps, of `horizon`."""
+    """An inner problem's state: `task` is from `Task.draw`, `key` for minibatches, `t` of `horizon` steps are made."""
 
     params: Any
     learner: Any
@@ -88,7 +88,7 @@ def inner_problem(
       hint: weight of the mean loss on the minibatches that were just learned from (.7 in MPLP's published code).
       held_out: weight of the held-out loss at the end.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
-      shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing but `t` changes.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after it only `t` changes.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
@@ -146,7 +146,7 @@ def inner_problem(
         batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
         return held_out * task_loss(inner.params, batch)
 
-    def put(inner, part):  # after the last step of an unroll's own length t goes on, and noise does not
+    def put(inner, part):  # after the last step of an unroll's own length `t` still counts, without noise
         alive = inner.t <= inner.horizon
         part = part if shortest is None else jax.tree.map(lambda x, y: jnp.where(alive, x, y), part, inner.params)
         return inner._replace(params=part)
@@ -186,7 +186,7 @@ def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
 
 
 def scalar(what: str, loss: Any) -> Any:
-    if not jax.tree_util.all_leaves([loss]):  # None, and the state in its place
+    if not jax.tree_util.all_leaves([loss]):  # None, or a state that was returned in its place
         raise TypeError(f"{what} is a real scalar, got {'None: return it' if loss is None else describe(loss)}")
     if jnp.shape(loss) or jnp.iscomplexobj(loss):
         raise TypeError(f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}: take its mean or sum")
@@ -293,11 +293,11 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
     """The batch entropy H of each layer's activations, (layers,) (thesis, Eqs 6 and 7).
 
     H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch; c
-    is 1 in Eq. 6 (form "reference") and here 1e-5 in Eq. 7 (form "paper"), where it is called epsilon. The thesis's
-    code has c = 1, half the factor, pi e, and the variance with ddof 1.
+    is 1 in Eq. 6 (form "reference"), and 1e-5 here for the epsilon of Eq. 7 (form "paper"). The thesis's code has c =
+    1, pi e in place of 2 pi e, and the variance with ddof 1.
 
     Args:
-      network: the network; its layers of the kind "activation" count, one at least.
+      network: the network, which has at least one layer of the kind "activation".
       params: parameters of the network.
       x: inputs, (batch, ...).
       form: "reference" or "paper".
@@ -315,7 +315,7 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
             variance = jnp.var(value, axis=0)
             entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
     if not entropies:
-        raise ValueError("batch entropy is that of activations, and the network has none")
+        raise ValueError("batch entropy is that of layers of the kind 'activation', and the network has none")
     return jnp.stack(entropies)
 
 

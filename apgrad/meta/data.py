@@ -60,7 +60,7 @@ def load(name: str = "digits", *, size: int | None = None, folder: str | Path | 
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
 
     Raises:
-      FileNotFoundError: if the data are neither there nor to be had.
+      FileNotFoundError: if the data are neither in the folder nor to be downloaded.
 
     Example:
       >>> import apgrad as ap
@@ -90,7 +90,7 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
     Args:
       name: "digits", "mnist", "fashion_mnist" or "cifar10".
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
-      or_digits: whether the digits, whose description then says so, stand in for data that are in no file.
+      or_digits: whether the digits replace data that have no file; their description then says so.
 
     Example:
       >>> import apgrad as ap
@@ -100,7 +100,7 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
     if name == "digits":
         return _digits("")
     if name not in SOURCES:
-        raise ValueError(f"there are the data sets {['digits', *SOURCES]}, got {name!r}")
+        raise ValueError(f"name must be one of the data sets {['digits', *SOURCES]}, got {name!r}")
     source = SOURCES[name]
     arrays = _stored(source, folder)
     if arrays is None and or_digits:
@@ -134,7 +134,7 @@ def _stored(source, folder):
     try:
         with np.load(io.BytesIO(found[0].read_bytes())) as file:
             stored = {key: file[key] for key in keys if key in file.files}
-    except Exception as error:  # NumPy's, the archive's, the system's
+    except Exception as error:  # of NumPy, the archive or the system
         raise ValueError(f"{found[0]} is damaged, or no .npz of arrays ({type(error).__name__}: {error})") from error
     if missing := [key for key in keys if key not in stored]:
         raise ValueError(f"{found[0]} should have the arrays {keys} (the Keras layout); {missing} are missing")
@@ -151,7 +151,7 @@ def _stored(source, folder):
 
 
 def _are(dtype, x):
-    """Whether the dtype has all of these numbers."""
+    """Whether all numbers of the array are numbers of the dtype."""
     with np.errstate(invalid="ignore"):
         return x.dtype.kind in "biuf" and np.array_equal(x, x.astype(dtype, copy=False))
 
@@ -175,7 +175,7 @@ def _datasets():
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise ImportError('images come by scikit-learn: pip install scikit-learn, or the extra "meta"') from error
+        raise ImportError('images need scikit-learn: pip install scikit-learn, or the extra "meta"') from error
     return datasets
 
 

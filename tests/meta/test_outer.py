@@ -324,7 +324,7 @@ def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
 def test_a_truncation_that_divides_no_unroll_is_refused(length, segment):
     problem = meta.Problem(lambda theta, key: theta, lambda theta, s: (s, s), lambda theta, s: s, length)
     for make in (meta.truncated, meta.truncated_evolution, meta.persistent_evolution):
-        refused(ValueError, "divides the unroll", make(problem, segment).init, 1.0, jax.random.key(0))
+        refused(ValueError, "must divide the unroll", make(problem, segment).init, 1.0, jax.random.key(0))
 
 
 def test_noise_is_added_to_floating_point_numbers_alone():

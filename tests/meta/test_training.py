@@ -95,7 +95,7 @@ COUNTS_USES = meta.Problem(lambda theta, key: jnp.zeros(()), lambda theta, s: (s
 CHANGES = "an outer gradient is given a function that changes its arguments in place"
 TIED = nnx.List([nnx.Param(jnp.ones(()))] * 2)
 ARE_ONE = r"theta\[0\] and theta\[1\] are one nnx.Param.*nnx\.merge\(graph, theta\)"
-IS_A_KEY, MORE = r"theta\.rngs\.\S+ is a PRNG key.*no attribute", r"takes something else: .*lookahead"
+IS_A_KEY, MORE = r"theta\.rngs\.\S+ is a PRNG key.*as its attribute", r"takes something else: .*lookahead"
 LOG = r"log of meta.train is called with \(step, metrics\).*tensorboard\(folder\)"
 COUNTS = {"steps": 4.5}, {"steps": -1}, {"every": 0}, {"every": 2.0}, {"steps": True}
 REFUSED = [
@@ -240,7 +240,7 @@ def test_checkpoints_hold_every_leaf(tmp_path):
         other = like | {"none": jnp.zeros((0, 2))}
         refused(ValueError, r"none: float32\(0, 3\) there, float32\(0, 2\) wanted", checkpoints.restore, 1, other)
         for step in (1, 0):
-            refused(ValueError, f"of step 1, and steps grow: got step={step}", checkpoints.save, step, tree)
+            refused(ValueError, f"of step 1, and steps must grow: got step={step}", checkpoints.save, step, tree)
 
 
 def test_checkpoints_of_numpy_arrays_have_all_their_bits(tmp_path):
