@@ -1,13 +1,13 @@
 """Certificates: a function that claims to be a gradient is one, and behaves as JAX functions do.
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
-* `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else it is undecided. Where the
-  gradient is 0, it is said which bias would be seen.
+* `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else the verdict is "undecided".
+  Where the gradient is 0, the certificate says which bias would be seen.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
-  a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`). Under
-  `vmap` floating-point arguments differ from copy to copy by 1/64, so that what mixes the copies is found.
+  a sum of estimates that a `scan` makes, where JAX may drop custom rules (see `_ground/primitives.py`). Under `vmap`
+  floating-point arguments differ from copy to copy by 1/64, so that a function that mixes copies is found.
 * `keys`: an estimate is a function of its key, consumes no key twice (`jax.debug_key_reuse`), and is not the same for
   every key, unless `max_variance=0` claims that it is exact.
 """
@@ -87,7 +87,7 @@ def certify(
 ) -> Certificate:
     """Tests a function that claims to be an unbiased estimate of a gradient, and says what it found.
 
-    It is tested at the given arguments. What is rarer than one in `num_estimates`, as a NaN now and then, is not seen.
+    It is tested at the given arguments. What happens less than once in `num_estimates`, such as a NaN, is not seen.
 
     Args:
       estimate: `(key, *args) -> gradient` with respect to the first of `args`, a pytree of its structure.
@@ -100,12 +100,12 @@ def certify(
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
       batch_size: how many estimates are computed at once.
       rtol: how far estimates may differ between compilations, relative to each array's largest element or mean
-        size; and by ten float32 roundings of the largest of all arrays, since an array of zeros may be such roundings.
+        size; ten float32 roundings of the largest of all arrays always pass, since zeros may come out as roundings.
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
 
     Raises:
-      NotCertifiedError: an `AssertionError` that names the tests that failed. "Undecided" says that `resolution` alone
-        did, and about how many samples would decide.
+      NotCertifiedError: an `AssertionError` that names the tests that failed. "Undecided" means that `resolution` alone
+        failed; the certificate then says about how many samples would decide.
       ValueError, TypeError: for an order, a bound, a truth or a first argument with which nothing can be tested.
 
     Example:
@@ -128,7 +128,7 @@ def certify(
     for what, bound in {"resolution": resolution, "rtol": rtol}.items():
         number(what, bound, positive=True)
     if not all(np.isfinite(limit).all() for limit in jax.tree.leaves(max_variance)):
-        raise ValueError(f"certify needs a finite max_variance, which claims something, got {max_variance}")
+        raise ValueError(f"max_variance of certify must be finite, or it claims nothing; got {max_variance}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(args[:1]):
         dtype, name = jnp.result_type(leaf), f"args{jax.tree_util.keystr(path)}"
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -275,7 +275,7 @@ def _keys(estimate, args, key, key_reuse: bool, samples, exact: bool) -> Check:
     data, implementation = jax.random.key_data(key), jax.random.key_impl(key)
     with jax.debug_key_reuse(True):
         try:
-            # A key of its own, since the checker takes notes of what is consumed.
+            # A new key, since the checker remembers which keys were consumed.
             jax.jit(lambda data: estimate(jax.random.wrap_key_data(data, impl=implementation), *args))(data)
         except jax.errors.KeyReuseError as error:
             return Check("keys", False, f"a key is used twice: {_first_line(error)}")

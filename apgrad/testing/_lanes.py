@@ -16,7 +16,7 @@ def assert_independent_lanes(
 ) -> None:
     """Asserts that lanes do not act on each other: other samples in some of them leave the others' costs as they are.
 
-    Likelihood-ratio credit and cross-fitting rely on it. It takes 1 + 2 log2(lanes) runs; a few lanes are enough.
+    Likelihood-ratio credit and cross-fitting rely on this. The test makes 1 + 2 log2(lanes) runs; few lanes are enough.
 
     Args:
       program: `program(tape, *args) -> tape`, as in `ap.expectation`.
@@ -43,7 +43,8 @@ def assert_independent_lanes(
     if not np.isfinite(before).all():
         raise AssertionError(f"costs are not finite, so that none can be seen to move: {before}")
     lane_numbers, tested = np.arange(lanes), False
-    # Any two lanes differ in some bit of their numbers: with one at 0 and one at 1 disturbed, each acts on the other.
+    # The numbers of two lanes differ in some bit. Lanes with a 0 there are disturbed in one run, lanes with a 1 in
+    # another: so each of the two is once disturbed while the other is not.
     for bit, value in itertools.product(range((lanes - 1).bit_length()), (0, 1)):
         after = np.asarray(lane_costs(program, lanes, key, *args, disturbed=(bit, value)))
         tested |= bool(np.any(after != before))
@@ -56,6 +57,6 @@ def assert_independent_lanes(
             raise AssertionError(f"the cost of lane {lane} {moved}: {why}")
     if not tested:
         raise AssertionError(
-            "no cost moved when lanes drew other samples, so that nothing was tested: did all lanes draw the same, as "
-            "of a rare choice? Give more lanes, or another key."
+            "no cost moved when lanes drew other samples, so that nothing was tested: did all lanes draw the same "
+            "outcome, as of a rare event? Give more lanes, or another key."
         )

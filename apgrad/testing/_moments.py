@@ -42,7 +42,7 @@ def moments(
 
 
 def moments_of(samples: Any) -> Moments:
-    """Moments of samples that are there already, a pytree of float64 arrays with the samples as leading axis."""
+    """Moments of given samples, a pytree of float64 arrays with the samples as leading axis."""
     num_estimates = len(jax.tree.leaves(samples)[0])
     mean = jax.tree.map(lambda x: np.mean(x, axis=0), samples)
     variance = jax.tree.map(lambda x: np.var(x, axis=0, ddof=1), samples)
@@ -78,12 +78,12 @@ def assert_unbiased(
 ) -> float:
     """Asserts that the mean of many estimates is the truth, as far as chance explains the difference.
 
-    It returns how many standard errors the worst element is off (0 where nothing varies). Chance takes one element
-    farther than 4 once in 16,000 times; the worst of many passes its bound as rarely.
+    It returns how many standard errors the worst element is off (0 where nothing varies). By chance one element is off
+    by more than 4 once in 16,000 times; the bound for many elements is passed by chance as rarely.
 
     Args:
       estimate_fn: `key -> estimate`, a pytree of real arrays.
-      truth: the exact expectation, of the same structure, real, finite, and as precise as the standard error asks for.
+      truth: the exact expectation, of the same structure, real, finite, and more precise than the standard error.
       key: a PRNG key.
       num_estimates: how many estimates, at least 2.
       batch_size: how many estimates are computed at once.

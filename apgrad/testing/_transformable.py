@@ -13,8 +13,8 @@ from apgrad._ground.arguments import noted
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
-    Under `vmap` both the gradient of each copy, and the gradient of the sum over the copies. Floating-point arguments
-    of the second copy are 63/64 of the first copy's, and 1/64 for 0, so that what mixes copies is found. A NaN fails.
+    Under `vmap` it tests the gradient of each copy, and of the sum over copies. Floating-point arguments of the second
+    copy are 63/64 of the first copy's (1/64 for 0), so that a function that mixes copies is found. A NaN fails.
 
     Args:
       function: `(*args) -> scalar`, deterministic (bind its key), differentiated with respect to the first argument.
@@ -74,7 +74,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
 
 
 def nearby(tree: Any, number: int) -> Any:
-    """The tree, with floating-point numbers that are 1/64 smaller (0 larger) for each further copy: copies differ."""
+    """The tree for the copy `number`, so that copies differ: floats times 1 - number / 64, and number / 64 for 0."""
     kind = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     moved = lambda x: jnp.where(x == 0, number / 64, x * (1 - number / 64))
     return jax.tree.map(lambda x: moved(x) if number and kind(x) else x, tree)
