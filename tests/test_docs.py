@@ -356,8 +356,8 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
     clipped, near, plain = (
         two(cost["every step", m]["cost_in_time"]) for m in ("RP, lanes clipped", "RP, short", "RP")
     )
-    wanted = f"so a [policy](docs/tasks/policy.md) comes to a cost of {clipped}, "
-    wanted += f"in the time in which short horizons come to {near} and plain gradients to {plain}."
+    wanted = f"a [policy](docs/tasks/policy.md) then reaches a cost of {clipped} "
+    wanted += f"in the time in which short horizons reach {near} and plain gradients {plain}."
     assert wanted in words_of(ROOT / "README.md")
 
 
