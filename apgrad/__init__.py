@@ -1,7 +1,7 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable.
 
-What a user types, sorted by wing. A module is loaded when one of its names is first used, so that `import apgrad` costs
-nothing: not even JAX is imported.
+The public names of apgrad, sorted by wing. A module is loaded when one of its names is first used, so that `import
+apgrad` costs nothing: not even JAX is imported.
 """
 
 import importlib as _importlib
@@ -38,7 +38,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The names of each module, which its part of the house defines or hands on.
+# The public names of each module, which the module defines or imports.
 _GROUND = {
     "_ground.port": "Signal port",
     "_ground.primitives": "refuse_derivative zero_with_gradient",

@@ -105,7 +105,7 @@ def _leaves(samples, truth) -> Iterator[_Leaf]:
     for (path, x), wanted in zip(jax.tree_util.tree_leaves_with_path(samples), jax.tree.leaves(truth), strict=True):
         name, wanted = jax.tree_util.keystr(path), np.asarray(wanted)
         if np.iscomplexobj(wanted):
-            raise TypeError(f"the truth{name} is complex; give real and imaginary parts as two numbers, of both")
+            raise TypeError(f"the truth{name} is complex; give real and imaginary parts, of the estimate too")
         wanted = wanted.astype(np.float64)
         if x.shape[1:] != wanted.shape:
             raise ValueError(f"estimate{name} has shape {x.shape[1:]}, the truth {wanted.shape}")
