@@ -361,7 +361,7 @@ def _fail(finite: Any) -> Any:
     if not finite:
         raise FloatingPointError(
             "a lane's cost is NaN, and an argument of the program is NaN or infinite: data, or a parameter that had no "
-            "finite gradient (see ap.clip_lanes, optax.apply_if_finite). Or it is so by intention, as the last level "
+            "finite gradient (see ap.clip_lanes, optax.apply_if_finite). Or infinity is meant, as the last level "
             "of ap.multilevel; then look at what feeds the costs. check_nan=False turns this check off."
         )
     raise FloatingPointError(

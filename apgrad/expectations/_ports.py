@@ -31,8 +31,8 @@ class Arithmetic(NamedTuple):
     """What becomes of a port p, an array that starts with the lanes."""
 
     multiplies: bool = False  # whether a cost c becomes c exp(p), with p the sum of all ports that multiply
-    # `(cost, shaped, p, folds) -> term`: what a cost adds to the total besides; `shaped` says that it is not the cost
-    # itself that is charged. None: nothing.
+    # `(cost, shaped, p, folds) -> term`: what else a cost adds to the total; `shaped` says that choices are not charged
+    # with the cost itself. None: nothing.
     corrects: Callable[..., Any] | None = None
     # `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
     fades: Callable[[jax.Array, jax.Array], jax.Array] | None = None

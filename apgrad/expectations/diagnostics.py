@@ -183,7 +183,7 @@ def compare(
         raise ValueError(f"the gradient has the form {mine}, the truth {given}: give it as jax.grad gives the gradient")
     cuts = np.cumsum([x.size for x in _real(one)])[:-1]
     samples = {name: np.concatenate(x) for name, x in samples.items()}
-    against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
+    against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # two equal rows
     row = lambda name: _row(samples[name], np.array(seconds[name]), None if name == reference else against, cuts)
     return Comparison({name: row(name) for name in samples}, refused, chunk * rounds)
 
@@ -273,7 +273,7 @@ def _doing(bar, what, name):
 
 def _compile(objective, argnums, keys, args):
     if isinstance(objective, _Adaptive):
-        raise TypeError("it keeps a state from call to call, so that it is no such objective: judge it by training")
+        raise TypeError("it keeps a state from call to call, and an objective has none: judge it by training")
     if not callable(objective):
         raise TypeError(f"an objective is a function (key, *args) -> scalar, got {type(objective).__name__}")
     value = jax.eval_shape(objective, keys[0], *args)
@@ -338,7 +338,7 @@ def _row(samples, times, against, cuts=()):
             zeros, level = [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
             chance = _bias.distance(leaves, zeros, level)
             biased = chance.off > chance.bound
-            if biased and np.linalg.norm(bias) <= ROUNDING * np.linalg.norm(truth):  # too little in each element
+            if biased and np.linalg.norm(bias) <= ROUNDING * np.linalg.norm(truth):  # by many elements a little each
                 biased, rounding = False, True
             off = float(np.max(np.where(np.isnan(offs), np.inf, offs), initial=0))
             squared_bias = max(float(bias @ bias - error @ error - truth_error @ truth_error), 0.0)

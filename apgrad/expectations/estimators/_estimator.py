@@ -73,8 +73,8 @@ class Mixer(NamedTuple):
       estimators: estimators that share one sample: given one key, all that have a pathwise derivative draw the same x.
         Each estimator that has a score reads the cost-to-go less its own baseline.
       weights: how to weigh the estimators, see `apgrad.weights`.
-      target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and closures, else
-        of the lanes' own arguments. `"parameters"`: the distribution's parameters, each coordinate by itself.
+      target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and closures, or
+        if nothing is, of the lanes' own. `"parameters"`: the distribution's parameters, each coordinate by itself.
       bias: as for an `Estimator`.
       assumptions: as for an `Estimator`.
 

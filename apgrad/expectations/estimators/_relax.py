@@ -37,7 +37,7 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
       control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits and
         float32 at least. A Bernoulli choice is 1 where z > 0, a categorical one the argmax over the last axis. As an
         argument of the objective, a callable pytree (an NNX module) gets the gradient of the variance, to be descended.
-      *given: pytrees (lanes, ...), one lane's for the control. They are held fixed, and must not depend on the choice.
+      *given: pytrees (lanes, ...); the control gets its lane's. They are held fixed, and must not depend on the choice.
 
     Raises:
       TypeError: for another distribution, and a control that cannot be called or closes over what is differentiated.
