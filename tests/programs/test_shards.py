@@ -39,7 +39,7 @@ def test_what_cannot_be_read_within_a_mesh_is_refused_with_what_helps():
     with pytest.raises(NotImplementedError, match=r"axes \('d',\) of the types \(.*Explicit.*\).* axis_types="):
         gradient_shape(lambda x: explicit(jax.device_put(x, sharding)))
     groups = lambda x: jax.lax.psum(x, "d", axis_index_groups=[[0]])
-    with pytest.raises(NotImplementedError, match=r"axis_index_groups.* Apply ap.randomize to the function in there"):
+    with pytest.raises(NotImplementedError, match=r"axis_index_groups.* Apply ap.randomize to the function inside"):
         gradient_shape(mapped(groups))
     assert gradient_shape(mapped(jnp.sin)).shape == (64, 4)
 
