@@ -29,7 +29,7 @@ from apgrad.tracing._equation import Equation, Pull
 from apgrad.tracing._products import dense
 from apgrad.tracing._rules import RULES
 from apgrad.tracing._semirings import Semiring, Value
-from apgrad.tracing._sums import filled, structs
+from apgrad.tracing._sums import filled, plus_of, structs
 
 KEPT = 64
 
@@ -134,7 +134,7 @@ def backward(
 
     def add(atom, message):  # in the order of the program: of two equal contributions the first one wins
         if message is not None and not isinstance(atom, Literal):
-            found[atom] = semiring.plus(message, found[atom]) if atom in found else message
+            found[atom] = plus_of(semiring, message, found[atom]) if atom in found else message
 
     for atom, message in zip(reversed(jaxpr.outvars), reversed(messages), strict=True):
         add(atom, message)

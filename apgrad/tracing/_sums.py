@@ -63,9 +63,21 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
     value = tuple(jnp.transpose(x, (*sorted(axes), *rest)).reshape(count, *remaining) for x in value)
     if semiring.compared is not None:
         place = jnp.argmax(value[semiring.compared], axis=0)[None]  # the first, and NaN before all
+        chosen = jax.lax.broadcasted_iota(place.dtype, value[0].shape, 0) == place
         added = tuple(jnp.sum(x, axis=0) for x in value[: semiring.compared])
-        return *added, *(jnp.take_along_axis(x, place, axis=0)[0] for x in value[semiring.compared :])
+        sole = lambda x: jnp.sum(jnp.where(chosen, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
+        return *added, *map(sole, value[semiring.compared :])
     return _fold(semiring, value)
+
+
+def plus_of(semiring: Semiring, a: Value, b: Value) -> Value:
+    """The plus where edges meet."""
+    if semiring.kind != "max" and semiring.compared is None:
+        return semiring.plus(a, b)
+    # Reduced, and not stacked: XLA would compute anything else again in each of its uses and so, layer by layer, all
+    # that came before.
+    first = lambda x: jax.lax.broadcasted_iota(np.int32, (2, *x.shape), 0) == 0
+    return plus_over(semiring, tuple(jnp.where(first(x), x, y) for x, y in zip(a, b, strict=True)), (0,))
 
 
 def plus_over_copies(semiring: Semiring, value: Value, wide: Any, narrow: Any, shape: Any) -> Value:
@@ -153,7 +165,8 @@ def contract(
         along = lambda value, axis: tuple(jnp.expand_dims(x, axis) for x in value)
         return semiring.times(along(left, -2 if swapped else -1), along(right, -1 if swapped else -2))
 
-    if batch * count * rows * columns <= SMALL // 8:
+    # All products at once, which compiles in less time; a maximum over them does not even keep them.
+    if batch * count * rows * columns <= SMALL * (CHUNK if semiring.kind == "max" else 1 / 8):
         value = products(semiring.lift(weight), message)
         return plus_over(semiring, tuple(jnp.broadcast_to(x, (batch, count, *size)) for x in value), (1,))
     # If the result is too small for a step of the loop, several are made at once, each from its own piece of axis j.

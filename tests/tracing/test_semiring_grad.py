@@ -263,3 +263,27 @@ def test_a_mutable_reference_is_read_where_nothing_that_is_traced_goes_into_it()
         return jnp.sum(x * ref[...])
 
     assert ap.semiring_grad(aside, ap.tracing.max_product())(jnp.ones(3)).tolist() == [1.0, 5.0, 1.0]
+
+
+@cases(
+    "propagate",
+    {"max-product": lambda f: ap.semiring_grad(f, ap.tracing.max_product()), "influence": ap.tracing.influence},
+)
+def test_a_compiled_program_grows_with_its_residual_blocks_and_not_faster(propagate):
+    """Where paths meet nothing before is computed again, for which XLA copies it, block by block."""
+
+    def loss(ws):
+        x = jnp.ones((8, 16))
+        for w in ws:
+            x = x + jax.named_scope("block")(lambda x, w: jnp.tanh(x @ w))(x, w)
+        return jnp.sum(x**2)
+
+    small, large = (jax.jit(propagate(loss)).lower([jnp.eye(16)] * n).compile().as_text() for n in (3, 9))
+    assert large.count("\n") < 3 * small.count("\n")
+
+
+def test_the_weight_of_the_heaviest_path_has_a_derivative():
+    heaviest = ap.semiring_grad(lambda x: jnp.sum(x**3 + 2 * jnp.sin(x)), ap.tracing.max_product())
+    np.testing.assert_allclose(
+        jax.grad(lambda x: jnp.sum(heaviest(x)))(jnp.array([0.1, 2.0])), [-2 * np.sin(0.1), 12.0], rtol=1e-5
+    )
