@@ -233,8 +233,9 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
             return best
         if smallest:
             raise ValueError(
-                f"a budget of {budget} bytes cannot be kept: with the smallest samplers the function remembers "
-                f"{used} bytes. Raise the budget, or checkpoint parts of the function (jax.checkpoint)."
+                f"a budget of {budget} bytes cannot be kept: with the smallest samplers the function remembers {used} "
+                f"bytes, arrays of fewer than min_size={min_size} entries exactly. Raise the budget, lower min_size, "
+                "or checkpoint parts of the function (jax.checkpoint)."
             )
         target = min(target, estimate) - (used - budget)
 

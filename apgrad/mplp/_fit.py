@@ -120,7 +120,10 @@ def fit(
         if judged is not None:
             curve[len(losses)] = float(judge(params, judged))
             if not np.isfinite(curve[len(losses)]):
-                raise FloatingPointError(f"the held-out loss after {len(losses)} updates is {curve[len(losses)]}")
+                raise FloatingPointError(
+                    f"the held-out loss after {len(losses)} updates is {curve[len(losses)]}. Look whether all values "
+                    "of the held-out set are finite and standardized as the minibatches are."
+                )
 
     with progress_bar("training", steps, shown=progress) as bar:
         look()

@@ -342,7 +342,8 @@ def _require_linear(program: Any, pullback: Callable[..., Any], outputs: Any, wh
     )
     inputs = [CONSTANT] * (len(program.jaxpr.invars) - len(outputs)) + [LINEAR] * len(outputs)
     if not {ZERO, LINEAR}.issuperset(linearity(program, inputs)):
-        raise TypeError(message.format("it is a sum, product or other function of messages and constants"))
+        what = "it is a while_loop, where a fori_loop of a fixed number of steps would do, or a sum, product or "
+        raise TypeError(message.format(what + "other function of messages and constants"))
     transposed = jax.linear_transpose(pullback, list(outputs))
 
     def tangent_map(*tangents):

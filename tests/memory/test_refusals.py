@@ -154,7 +154,7 @@ WRONG = {
     "boundaries": ({"boundaries": R.rounding}, TypeError, "boundaries is rounding itself"),
     "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' must have keep"),
     "neither": ({"sampler": None}, ValueError, "got none of them"),
-    "too small a budget": (BUDGET, ValueError, "a budget of 9 bytes cannot be kept"),
+    "too small a budget": (BUDGET, ValueError, "a budget of 9 bytes cannot be kept.* lower min_size"),
     "through, a budget": (BUDGET | {"through": R.rounding(8)}, ValueError, "leave out budget_bytes=9 or through="),
     "not a number": (BUDGET | {"budget_bytes": float("nan")}, ValueError, "budget_bytes must be a finite"),
     "a word": ({"min_size": "1 MB"}, ValueError, "min_size must be a finite"),
