@@ -144,7 +144,7 @@ def test_arguments_without_the_lanes_and_what_is_no_distribution_of_the_lanes_ar
     for mean in (0.0, jnp.zeros(3), jnp.zeros((2, 4))):
         refused_draw("lanes", lambda tape, mean=mean: ap.sample(tape, unit_normal(mean), estimator))
     event = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
-    refused_draw("batch shape|none has the lanes", lambda tape: ap.sample(tape, event, estimator))
+    refused_draw("batch shape|no parameter shows the lanes", lambda tape: ap.sample(tape, event, estimator))
     refused_draw("needs a distribution", ap.stochastic(estimator)(lambda t: t * 2), 1.0, error=TypeError)
     refused_draw("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, error=TypeError)
 

@@ -229,7 +229,7 @@ def test_errors():
         (lambda: of(lambda x: 1.0 * x, 0, 1), TypeError, "argument 0 has dtype int32, and paths end at"),
         (lambda: of(lambda x: jnp.sum(jnp.abs(jnp.fft.fft(x))), 0, jnp.ones(4)), TypeError, "got complex ones at the"),
         (lambda: of(lambda x: ap.refuse_derivative(x, "x is data") * 2.0, 0, 1.0), TypeError, "x is data"),
-        (lambda: of(f, 2), ValueError, "argnums has 2, .* called with 2 positional"),
+        (lambda: of(f, 2), ValueError, "argnums has 2, .* got 2 positional"),
         (lambda: of(f, -3), ValueError, "argnums has -3"),
         (lambda: of(f, (0, -2)), ValueError, "twice"),
         *((lambda n=n: of(f, n), TypeError, "integer") for n in (1.0, "x", None)),
