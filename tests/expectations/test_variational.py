@@ -189,7 +189,7 @@ def test_bounds_that_charge_samples_with_their_own_weights_refuse_a_joint_densit
         traced(V.importance_weighted, joint)  # pathwise derivatives go wherever samples go
     noisy = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     for way in (V.leave_one_out, V.vimco, V.doubly_reparameterized):
-        refused(ValueError, "as a module with dropout.*copy=True", way(4), KEY, dist.Normal(ones, 1.0), noisy)
+        refused(ValueError, "as modules with dropout.*copy=True", way(4), KEY, dist.Normal(ones, 1.0), noisy)
 
 
 # A mixture with two plates: a global location, a discrete class of each datum, and a shift of each datum.

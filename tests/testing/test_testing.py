@@ -361,7 +361,7 @@ BOUNDS += [("batch_size", "must be an integer of at least 1", (0, -3))]
 NOTHING_TO_TEST = [
     (truth, THETA, {"order": 3}, ValueError, "orders 1 and 2"),
     (0.1, THETA, {"order": 2}, ValueError, "exact expectation as a function"),
-    (truth, THETA, {"max_variance": np.inf}, ValueError, "finite max_variance"),
+    (truth, THETA, {"max_variance": np.inf}, ValueError, "max_variance of certify must be finite"),
     (truth, THETA, SHAPED, ValueError, "max_variance .* of shape .* got array"),
     (truth, THETA, {"max_variance": {"other": 1.0}, "num_estimates": 2}, ValueError, "max_variance .* got {'other'"),
     (truth, {"a": jnp.int32(1)}, {}, TypeError, r"args\[0\]\['a'\] has dtype int32: give it in floating point"),

@@ -174,7 +174,7 @@ def test_errors():
         (lambda: t.influence(sum, kind="best"), ValueError, "got 'best'"),  # pyright: ignore
         (lambda: t.influence(sum, depth=1.5), ValueError, "number of names.*got 1.5"),  # pyright: ignore
         (lambda: t.every(0, lambda: None), ValueError, "n of every must be"),
-        (lambda: t.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "floating point; got int32"),
+        (lambda: t.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "must return floats, got int32"),
         (lambda: trace.path("y"), ValueError, "no parameter 'y'; did you mean 'x'"),
         (lambda: trace.path("x", 2), IndexError, "no element"),
         (lambda: trace.path("x", 1.5), TypeError, "index must be an integer"),  # pyright: ignore
