@@ -71,7 +71,7 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
 
 
 def plus_of(semiring: Semiring, a: Value, b: Value) -> Value:
-    """The plus where edges meet."""
+    # The plus where edges meet.
     if semiring.kind != "max" and semiring.compared is None:
         return semiring.plus(a, b)
     # Reduced, and not stacked: XLA would compute anything else again in each of its uses and so, layer by layer, all
