@@ -79,6 +79,7 @@ def at_hand(both: Streams, folds: int) -> Any:
     if folds == 1:
         return both.output
     here = np.arange(2, dtype=np.int32) == lax.axis_index(STREAM)
-    # A sum, since XLA repeats no reduction where its result is used, and so not all later nodes in each earlier one.
+    # XLA for CPUs computes a cheap operation again in each of its uses, and so all later nodes again in each earlier
+    # node; it computes a reduction once, such as this sum.
     one = lambda *x: jnp.sum(jnp.where(over(here, 1 + x[0].ndim), jnp.stack(x), 0), axis=0, dtype=x[0].dtype)
     return jax.tree.map(one, *both)

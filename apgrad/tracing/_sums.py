@@ -71,11 +71,10 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
 
 
 def plus_of(semiring: Semiring, a: Value, b: Value) -> Value:
-    # The plus where edges meet.
     if semiring.kind != "max" and semiring.compared is None:
         return semiring.plus(a, b)
-    # Reduced, and not stacked: XLA would compute anything else again in each of its uses and so, layer by layer, all
-    # that came before.
+    # Where edges meet, the message is used twice. XLA for CPUs computes a cheap operation again in each of its uses,
+    # and so, block by block, all that came before; it computes a reduction once, unless it is of a stack.
     first = lambda x: jax.lax.broadcasted_iota(np.int32, (2, *x.shape), 0) == 0
     return plus_over(semiring, tuple(jnp.where(first(x), x, y) for x, y in zip(a, b, strict=True)), (0,))
 
