@@ -3,7 +3,7 @@
 JAX keeps the input exactly, as it enters the reverse pass nonlinearly. The place of each largest entry is enough.
 """
 
-import itertools
+import functools
 import math
 from collections.abc import Sequence
 
@@ -39,19 +39,41 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
         raise ValueError(wrong)
     small = np.min_scalar_type(math.prod(window) - 1)
 
-    def windows(x):
-        high, wide = (n - k + 1 for n, k in zip(x.shape[1:3], window, strict=True))  # of the places of a window
-        places = itertools.product(*map(range, window))
-        return jnp.stack([x[:, i : i + high : strides[0], j : j + wide : strides[1]] for i, j in places])
+    def narrow(found, place, axis, unit):
+        k, stride = window[axis - 1], strides[axis - 1]
+        part = lambda y, i: jax.lax.slice_in_dim(y, i, y.shape[axis] - k + 1 + i, stride, axis)
+        return functools.reduce(_larger, [(part(found, i), part(place, i) + small.type(i * unit)) for i in range(k)])
 
     def forward(x):
-        parts = windows(x)
-        return jnp.max(parts, 0), (jnp.argmax(parts, 0).astype(small), Static((x.shape, x.dtype)))
+        found, place = narrow(*narrow(x, jnp.zeros(x.shape, small), 2, 1), 1, window[1])
+        return found, (place, Static(x.shape))
 
     def backward(memory, message):
-        place, shape = memory
-        hit = place[None] == jnp.arange(math.prod(window), dtype=small)[:, None, None, None, None]
-        spread = jnp.where(hit, message[None], jnp.zeros((), message.dtype))
-        return jax.linear_transpose(windows, jax.ShapeDtypeStruct(*shape.value))(spread)
+        # All windows that chose a row at the same columns chose the same one of its entries.
+        rows, columns = ((memory[1].value[axis], window[axis - 1], strides[axis - 1], axis) for axis in (1, 2))
+        row, column = (y.astype(small) for y in jnp.divmod(memory[0].astype(jnp.int32), window[1]))
+        message, column = _widen(jnp.add, message, row, *rows), _widen(jnp.maximum, column, row, *rows)
+        return (_widen(jnp.add, message, column, *columns),)
 
     return node(Propagator(forward, backward))(x)
+
+
+def _larger(first, second):
+    """Of two pairs (values, places) the larger values with their places; of equal ones the first, NaN before all."""
+    later = ~(second[0] <= first[0]) & ~jnp.isnan(first[0])
+    return tuple(jnp.where(later, b, a) for a, b in zip(first, second, strict=True))
+
+
+def _widen(add, sent, place, size, k, stride, axis):
+    """What windows send to one place each along an axis of this size, added up."""
+    # One array of the windows' size for each phase of the strides: adding up in the whole size is several times slower.
+    steps, back = -(-size // stride), (k - 1) // stride
+    widths = [(0, 0)] * sent.ndim
+    widths[axis] = (back, steps - sent.shape[axis])
+    place, sent = jnp.pad(place, widths), jnp.pad(sent, widths)
+    part = lambda y, i: jax.lax.slice_in_dim(y, back - i // stride, back - i // stride + steps, 1, axis)
+    phases = [jnp.zeros_like(part(sent, 0))] * stride
+    for i in range(k):
+        phases[i % stride] = add(phases[i % stride], jnp.where(part(place, i) == i, part(sent, i), 0))
+    whole = jnp.stack(phases, axis + 1).reshape(*sent.shape[:axis], steps * stride, *sent.shape[axis + 1 :])
+    return jax.lax.slice_in_dim(whole, 0, size, 1, axis)
