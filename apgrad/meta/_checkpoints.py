@@ -18,6 +18,9 @@ from apgrad._ground.arguments import noted, whole
 from apgrad._ground.files import named_leaves
 
 
+_WEIGHTS = 2 * np.arange(2**16, dtype=np.uint32) + 1
+
+
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """A folder of checkpoints, numbered by step, of which the last two stay.
 
@@ -117,10 +120,21 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return ValueError(f"the checkpoint of step {step} is damaged; delete {where} {then} ({reason})")
 
 
-@jax.jit
 def _checksum(x):
     # Integer sums modulo 2^32 do not depend on the order of addition. Weights are odd, so that a change of one byte
-    # always changes the sum, and all different, so that an exchange of two unequal bytes does.
+    # always changes the sum, and all different, so that an exchange of two unequal bytes does. The host adds, since
+    # a jitted sum is compiled for each shape; only what no single process has whole is added where it is.
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return int(_checksum_of_shards(x))
+    data, total = np.ravel(x).view(np.uint8), 0
+    for i in range(0, data.size, _WEIGHTS.size):
+        part = data[i : i + _WEIGHTS.size].astype(np.uint32)
+        total += int(part @ _WEIGHTS[: part.size]) + 2 * i * int(part.sum())
+    return total % 2**32
+
+
+@jax.jit
+def _checksum_of_shards(x):
     data = jnp.ravel(x).view(jnp.uint8).astype(jnp.uint32)
     return jnp.sum(data * (2 * jnp.arange(data.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
@@ -138,8 +152,7 @@ def _arrays(tree):
 
 
 def _described(arrays):
-    plain = lambda x: np.ravel(x).view(np.uint8) if isinstance(x, np.ndarray) else x
-    return {name: [_form(x), int(_checksum(plain(x)))] for name, x in arrays.items()}
+    return {name: [_form(x), _checksum(x)] for name, x in arrays.items()}
 
 
 def _form(x):

@@ -266,6 +266,18 @@ def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_p
         assert "the leaf name of a checkpoint" in error.value.__notes__[0]
 
 
+def test_arrays_of_new_shapes_are_saved_and_restored_without_a_program_for_each(tmp_path):
+    tree = [jnp.asarray(np.full((3, n), float(n), np.float32)) for n in range(7, 12)]
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    with meta.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, tree)
+        assert same(checkpoints.restore(1, tree), tree)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+
 def test_arrays_that_are_not_those_that_were_described_are_damage(tmp_path):
     for name in ("mine", "other"):
         with meta.Checkpoints(tmp_path / name) as checkpoints:
