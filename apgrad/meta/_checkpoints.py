@@ -17,7 +17,6 @@ import numpy as np
 from apgrad._ground.arguments import noted, whole
 from apgrad._ground.files import named_leaves
 
-
 _WEIGHTS = 2 * np.arange(2**16, dtype=np.uint32) + 1
 
 
