@@ -50,6 +50,15 @@ def test_copies_that_differ_in_what_a_forward_closes_over_have_a_message_each(pe
     assert jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(times, (None, 0))(x, numbers))))(2.0) == 8.0
 
 
+def test_a_backward_that_closes_over_a_mapped_array_is_told_to_take_it_from_memory():
+    def times(x, n):
+        return ap.node(ap.Propagator(lambda x, perturbed: (x, None), lambda _, m: (m * n,)), perturbed=True)(x)
+
+    gradient = jax.grad(lambda x: jnp.sum(jax.vmap(times, (None, 0))(x, jnp.ones(3))))
+    error = refused(jax.errors.UnexpectedTracerError, "tracer", gradient, 2.0)
+    assert "backward closes over an array that jax.vmap maps" in error.__notes__[0]
+
+
 def test_integer_inputs_and_keys_get_no_message():
     forward = lambda x, n, key: (x * n.astype(x.dtype) + jax.random.normal(key), n)
     f = ap.node(ap.Propagator(forward, lambda n, m: (m * n.astype(m.dtype), n, None)))

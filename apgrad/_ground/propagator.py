@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from apgrad._ground.arguments import noted
 from apgrad._ground.closures import reached
 from apgrad._ground.messages import Static as Static, check_messages, describe, form_of, numbered, tuple_of
 from apgrad._ground.primitives import mapped_with, refuse_derivative
@@ -113,7 +114,8 @@ def node(
     def bwd(residual, message):
         memory, inputs, axes = residuals.unpacked(residual) if perturbed else residual
         message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
-        messages = check_messages(propagator.backward(memory, message), inputs)
+        with noted(_MAPPED, jax.errors.UnexpectedTracerError):
+            messages = check_messages(propagator.backward(memory, message), inputs)
         apart = lambda n, m: m if m is not None and varying(m) - axes.value[n] else None
         unlike = jax.tree.map(apart, numbered(inputs), messages)
         require_unchecked("nodes send messages that vary from shard to shard to what the shards share,", unlike)
@@ -174,6 +176,8 @@ _CLOSURE = (
     "a propagator's forward closes over an array that is differentiated outside it, which would get no message. Pass "
     "the array to the node as an input, and return a message for it from backward (None for no message)."
 )
+
+_MAPPED = "a propagator's backward closes over an array that jax.vmap maps. Return it from forward as memory."
 
 
 def _opened(propagator: Propagator, inputs: Any, named_axes: Sequence[tuple[str, int]]) -> Any:

@@ -52,8 +52,8 @@ def score(
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider; a constant to differentiation.
-      baseline: as for `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs, and right where
-        the lanes' values were drawn independently: for mirrored ones, or draws from one buffer, give None.
+      baseline: as for `likelihood_ratio`. The leave-one-out mean is over unweighed costs. Give None where lanes' values
+        are not independent (mirrored, or of one buffer), and for rare events, where it makes nearly all of the noise.
       parts: the second batch axis numbers independent parts, as in `sample`.
       mask: Booleans of (lanes,), up to the batch shape, such as (lanes, tokens): False where nothing was chosen.
 

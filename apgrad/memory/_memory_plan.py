@@ -70,7 +70,8 @@ def linearized(linearize: Callable[..., Any], inputs: Sequence[Any], rules: Sequ
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
             "backward pass is not linear in the message, or cannot be seen to be: the gradient would be biased, as "
-            "with total propagation, MPLP, clipping and solvers (odeint). Put ap.randomize around other parts."
+            "with total propagation, MPLP, clipping and solvers (odeint). Let a while_loop be a fori_loop of a "
+            "fixed number of steps, or put ap.randomize around other parts."
         )
     graph = PullbackGraph(back, len(leaves))
     for eqn in graph.backward:

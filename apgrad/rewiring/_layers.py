@@ -134,7 +134,7 @@ def random_feedback(rule: str, key: Any) -> Callable[[ProgramSite], jax.Array]:
     def init(site):
         require_one_layer(site)
         if not site.output.size:
-            raise ValueError(f"the output of {site} is empty: make the rule's parameters with more data")
+            raise ValueError(f"the output of {site} has no entries: give init more data, or a where= without it")
         # The entries are small: in float16 a sum of so many ones may exceed the largest number, 65504.
         x, w = (jnp.full(s.shape, 1 / 64, s.dtype) for s in site.inputs)
         deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 / 64

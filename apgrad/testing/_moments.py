@@ -51,6 +51,8 @@ def moments_of(samples: Any) -> Moments:
 
 def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_estimates: int, batch_size: int) -> Any:
     """Independent estimates: the estimate's pytree, of float64 arrays with the samples as leading axis."""
+    if isinstance(key, jax.core.Tracer):
+        raise TypeError("moments are NumPy arrays: compute them outside of jax.jit, which has traced the key")
     keys = jax.random.split(key, whole("num_estimates", num_estimates, 2))
     batch_size = min(whole("batch_size", batch_size), num_estimates)
     leaves, tree = jax.tree.flatten(jax.eval_shape(estimate_fn, key))

@@ -309,7 +309,7 @@ def test_wrong_values_are_refused():
     one = r"needs at least 2, got lanes=1.*baseline=None"
     refused_program(one, lambda tape: visit(tape, jnp.ones(1), "leave_one_out"), lanes=1)
     for make in (ap.likelihood_ratio, ap.total_propagation):
-        refused(ValueError, "baseline must be 'leave_one_out', None, a function", make, False)
+        refused(ValueError, r"'leave_one_out', .*None, a function .*\(in ap.sample: of the", make, False)
     refused(TypeError, "learned_baseline takes a function", ap.learned_baseline, 3.0)
     refused(TypeError, "a program is a function of", ap.expectation, 3, 4)
     for lanes in (0, -1, 2.0, True, None):

@@ -80,9 +80,10 @@ def gradient_shape(function, *args, **options):
 
 @pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
 def test_a_backward_pass_that_is_not_linear_is_refused(function):
-    refused(TypeError, "not linear in the message", gradient_shape, function, W, X)
+    words = "not linear in the message.*fori_loop of a fixed number of steps"
+    refused(TypeError, words, gradient_shape, function, W, X)
     traced = ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())
-    refused(TypeError, "not linear in the message", traced, W)
+    refused(TypeError, words, traced, W)
 
 
 def test_a_rule_without_a_custom_vjp_is_not_looked_into():

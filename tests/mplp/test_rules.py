@@ -283,6 +283,8 @@ def test_standardizers_are_refused_where_there_are_none_or_by_a_wrong_number():
     fit = lambda rule, **options: mplp.fit_standardizers(rule, network, params, batches, **options)
     refused(TypeError, "PerSynapse has standardizers to fit, got Separable", fit, separable(sites))
     rule = per_synapse(sites, layers=(3,), cell="mlp")
+    none = jax.tree.map(lambda x: x[:0], batches)
+    refused(ValueError, "stacked along.*at least one", mplp.fit_standardizers, rule, network, params, none)
     for bad in (-1, 3, float("nan")):
         refused(ValueError, r"blend must be in \[0, 1\], got", fit, rule, blend=bad)
     for bad in (-2, 0, float("nan")):

@@ -158,13 +158,15 @@ def spike(v):
 def test_sites_that_a_rule_is_not_for():
     product = lambda w, x: x @ w
     of = lambda rule, x=X: ap.rewire(product, rule)(WS[0], x)
+    empty = ap.rewire(product, rewiring.feedback_alignment(KEY)).init
     summed = ap.rewire(lambda ws, x: network(ws, x).sum(), rewiring.direct_feedback_alignment(KEY))
     for call, words in (
         (lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")), "takes layers with one array"),
         (lambda: of(rewiring.surrogate_gradient(where="dot_general")), "one array to one of its shape"),
         (lambda: of(rewiring.surrogate_gradient()), "takes 'spike' or 'heaviside'; where= names a primitive or jit"),
         (lambda: of(rewiring.skip(where="dot_general")), "skip is for a function of one array .* write a propagator"),
-        (lambda: ap.rewire(product, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0]), "is empty: make the rule's"),
+        (lambda: empty(WS[0], X[:0]), "has no entries: give init more data"),
+        (lambda: empty(WS[0][:, :0], X), "has no entries: .* a where= without it"),
         (lambda: summed.init(WS, X), "Leave the loss outside of the function"),
     ):
         refused(ValueError, words, call)

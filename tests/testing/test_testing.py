@@ -34,6 +34,8 @@ def test_moments_are_those_of_the_samples():
     assert found.mean.dtype == np.float64 and (np.abs(found.mean) < 4 * found.standard_error).all()
     refused(ValueError, "num_estimates must be an integer of at least 2", ap.testing.moments, jax.random.normal, KEY, 1)
     refused(ValueError, "estimate has no arrays, got None", ap.testing.moments, lambda key: None, KEY, 10)
+    traced = jax.jit(lambda key: ap.testing.moments(jax.random.normal, key, 10).mean)
+    refused(TypeError, "outside of jax.jit.*traced", traced, KEY)
 
 
 def test_an_unbiased_estimate_passes_and_says_how_far_off_it_was():

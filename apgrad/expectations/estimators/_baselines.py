@@ -55,8 +55,9 @@ def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
         raise ValueError(f"{name}: the standardized baseline is biased: use it in likelihood_ratio() of ap.stochastic")
     named = isinstance(baseline, str) and baseline in ("leave_one_out", "standardized")
     if not (named or baseline is None or callable(baseline) or isinstance(baseline, LearnedBaseline)):
-        wanted = "'leave_one_out', None, a function of the node's inputs or ap.learned_baseline(function)"
-        raise ValueError(f"{name}: baseline must be {wanted}, got {baseline!r}")
+        wanted = "None, a function of the node's inputs (in ap.sample: of the distribution) or ap.learned_baseline"
+        names = "'leave_one_out', " + "'standardized', " * biased
+        raise ValueError(f"{name}: baseline must be {names}{wanted}, got {baseline!r}")
 
 
 def is_standardized(baseline: object) -> bool:

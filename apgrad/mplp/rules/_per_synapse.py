@@ -246,6 +246,8 @@ def fit_standardizers(
         raise ValueError(f"blend must be in [0, 1], got {blend!r}")
     if max_scale is not None and not meets(max_scale, lambda x: x > 0):
         raise ValueError(f"max_scale must be above 0, or None for no bound, got {max_scale!r}")
+    if any(jnp.shape(x)[:1] == (0,) for x in jax.tree.leaves(batches)):
+        raise ValueError("batches are minibatches, stacked along a first axis, the steps: give at least one step")
     recording, fitted = nnx.clone(rule), nnx.clone(rule)
     recording.record = True
     first = jax.tree.map(lambda x: x[0], batches)
