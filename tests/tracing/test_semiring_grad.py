@@ -91,7 +91,7 @@ def test_while_is_walked_backward():
     """As in forward mode, after so many steps, and under `vmap` where each lane ends by itself."""
 
     def steps(x, w, n):
-        return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(w * c[1] + 0.1)), (0, x))[1]
+        return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(w * c[1] + c[0])), (0, x))[1]
 
     def loop(x, w, bound):
         return jax.lax.while_loop(lambda c: c[1] < bound, lambda c: (c[0] + 1, jnp.exp(w) * c[1] + 0.1), (0, x))[1]
