@@ -30,8 +30,9 @@ ELEMENTWISE = _names(
 
 # Outputs that do not depend on the inputs as far as derivatives go.
 NO_DERIVATIVE = _names(
-    """and any_mapped argmax argmin bitcast_convert_type ceil clz eq floor ge gt iota is_finite le lt ne not or
-    population_count random_bits round shift_left shift_right_arithmetic shift_right_logical sign stop_gradient xor"""
+    """and any_mapped argmax argmin bitcast_convert_type ceil clz eq eq_to floor ge gt iota is_finite le le_to lt lt_to
+    ne not or population_count random_bits round shift_left shift_right_arithmetic shift_right_logical sign
+    stop_gradient xor"""
 )
 
 # What a function is made of that acts element by element: elementwise primitives, and those that give scalars a shape.

@@ -353,6 +353,7 @@ def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
         assert {name for name, f in functions.items() if is_sum_over(summed(f), [0]) != wanted} == set()
 
 
+constant_shares = lambda x: jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(x[:, 0])))
 # Functions of samples (4, 4), a lane a row: costs (4,) that depend on a sum over the lanes, and such that do not.
 OF_ALL_LANES = {
     "another axis": lambda x: jnp.sum(x**2, axis=0),
@@ -376,6 +377,11 @@ OF_ALL_LANES = {
     "the best": lambda x: jnp.where(jnp.arange(4) == jnp.argmax(x[:, 0]), x[:, 1], 0),
     "one of them": lambda x: jnp.full(4, (x[:, 0] > 1).any()),
     "drawn again": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,))][:, 1],
+    "drawn by constants": lambda x: x[jax.random.categorical(KEY, jax.lax.stop_gradient(x[:, 0]), shape=(4,))][:, 1],
+    "drawn evenly": lambda x: x[jnp.searchsorted(constant_shares(x), jnp.linspace(0.1, 0.9, 4))][:, 1],
+    "sorted by constants": lambda x: x[jnp.argsort(jax.lax.stop_gradient(x[:, 0]))][:, 1],
+    "the best by constants": lambda x: jnp.full(4, x[jnp.argmax(jax.lax.stop_gradient(x[:, 0]))][1]),
+    "the elite": lambda x: x[jax.lax.top_k(x[:, 0], 4)[1]][:, 1],
     "kernels": lambda x: jnp.sum(jnp.tanh(x @ x.T), axis=1),
 }
 of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
@@ -385,6 +391,11 @@ OF_ONE_LANE |= {
     "all are done": lambda x: jax.lax.while_loop(lambda x: (x < 9).all(), lambda x: x + 1, x)[:, 0],
     "row by row": lambda x: jax.lax.map(jnp.sum, x),
     "of its own choice": lambda x: (x**2)[jnp.arange(4), jnp.argmax(x, axis=1)],
+    "of its own choice held constant": lambda x: x[jnp.arange(4), jnp.argmax(jax.lax.stop_gradient(x), axis=1)],
+    "of choices of all lanes": lambda x: x[jnp.arange(4), jnp.argmax(jax.lax.stop_gradient(x - x.mean(0)), axis=1)],
+    "of a choice of all lanes": lambda x: x[:, jnp.argmax(jax.lax.stop_gradient(x).mean(0))],
+    "constants sorted": lambda x: x[:, 0] - jnp.sort(jax.lax.stop_gradient(x[:, 0])),
+    "by constants in a loop": lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[:, 0], jax.lax.stop_gradient(x.T))[0],
     "until it is done": jax.vmap(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)[0]),
     "a node of two arrays": lambda x: jax.vmap(ap.node(ap.backpropagation(jnp.multiply)))(x[:, 0], x[:, 1]),
     "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),

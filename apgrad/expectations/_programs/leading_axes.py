@@ -8,7 +8,7 @@ diagonals in `mixes_entries`.
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,11 +54,13 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
 
 def _of_a_step(fact):
     """The fact for one step's part of an array, which lacks the first axis; None if the fact is that axis."""
+    if isinstance(fact, Constant):
+        return None
     return fact if not isinstance(fact, int) else fact - 1 if fact else None
 
 
 def _of_all_steps(fact):
-    return fact + 1 if isinstance(fact, int) else fact
+    return fact + 1 if isinstance(fact, int) else None if isinstance(fact, Constant) else fact
 
 
 _BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "select_n"}
@@ -142,6 +144,10 @@ def _by_windows(name, params, eqn, number, axis) -> bool:
     return False
 
 
+class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` holds constant
+    fact: Any
+
+
 # A fact is the axis along which entries are still apart, or one of these.
 SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each; anything else of several entries
 
@@ -186,37 +192,50 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
 def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...], axis: int) -> bool:
     """Whether entries along an axis of arrays marked `start` act on other entries of arrays that are marked later.
 
-    A mark counts if its label, a number of axes, is above the axis. The walk ends at `lax.stop_gradient`, but not at
-    comparisons and integers, since a score differentiates what they decide. None is the fact of what is not known, and
-    MIXED of what is made of all entries, as a sum over the axis, or of two operands with different axes. A mask or a
-    diagonal that takes the mixing away is not seen.
+    A mark counts if its label, a number of axes, is above the axis. What follows on `lax.stop_gradient` counts where it
+    says which entries are read; comparisons and integers count, since a score differentiates what they decide. None is
+    the fact of what is not known, and MIXED of what is made of all entries, as a sum over the axis, or of two operands
+    with different axes. A mask or a diagonal that takes the mixing away is not seen.
     """
     found = False
 
     def transfer(eqn, facts):
         nonlocal found
         name, params = eqn.primitive.name, eqn.params
-        if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
-            found |= facts[0] not in (None, axis)
-            if params["kind"] is start:
-                return [axis]
         if nested(eqn) is not None:
             return None
-        along = [n for n, fact in enumerate(facts) if fact not in (None, MIXED)]
-        if name in ("any_mapped", "stop_gradient"):
-            made = None
-        elif MIXED in facts:
-            made = MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
-        elif _of_all(eqn, facts):
-            made = MIXED
-        else:
-            axes = {moved_axis(eqn, n, facts[n]) for n in along}
-            mixes = name in _BY_PLACE and None not in axes
-            made = axes.pop() if len(axes) == 1 else MIXED if axes and mixes else None
+        moving = [None if isinstance(fact, Constant) else fact for fact in facts]
+        if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
+            found |= moving[0] not in (None, axis)
+            if params["kind"] is start:
+                return [axis]
+        if name == "stop_gradient":
+            return [fact if moving[0] is None else Constant(fact) for fact in facts]
+        if (made := one(eqn, name, moving)) is None:
+            constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
+            # An index of several axes, as in `x[arange(n), i]`, is apart along its own.
+            reads = name == "dynamic_slice" or (name == "gather" and len(_indexed(eqn)) == 1)
+            if reads and moving[0] is not None and MIXED in constant[1:]:
+                made = MIXED
+            elif (fact := one(eqn, name, constant)) is not None:
+                made = Constant(fact)
         return [made] * len(eqn.outvars)
 
+    def one(eqn, name, facts):
+        along = [n for n, fact in enumerate(facts) if fact not in (None, MIXED)]
+        if name == "any_mapped":
+            return None
+        if MIXED in facts:
+            return MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
+        if _of_all(eqn, facts):
+            return MIXED
+        axes = {moved_axis(eqn, n, facts[n]) for n in along}
+        mixes = name in _BY_PLACE and None not in axes
+        return axes.pop() if len(axes) == 1 else MIXED if axes and mixes else None
+
     # What a loop hands on or a branch returns is mixed if it may be.
-    join = lambda a, b: MIXED if MIXED in (a, b) else b if a is None else a
+    rank = lambda fact: rank(fact.fact) - 2 if isinstance(fact, Constant) else {None: 0, MIXED: 4}.get(fact, 3)
+    join = lambda a, b: max(a, b, key=rank)
     flow(program, [None] * len(program.jaxpr.invars), transfer, join, lambda _: None, _of_a_step, _of_all_steps)
     return found
 
@@ -229,6 +248,10 @@ _OF_EVERY_ENTRY = _BY_PLACE | _REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW
 _OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "slice", "sort", "split"}
 
 
+def _indexed(eqn) -> tuple[int, ...]:
+    return Parameters(eqn)["dimension_numbers"].start_index_map
+
+
 def _of_all(eqn, facts) -> bool:
     """Whether an equation makes each of its numbers of all entries along the axes that are its operands' facts."""
     name, params = eqn.primitive.name, Parameters(eqn)
@@ -236,4 +259,4 @@ def _of_all(eqn, facts) -> bool:
         return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)
     if name in _REDUCTIONS:
         return facts[0] in params["axes"]
-    return (name == "sort" or name.startswith("cum")) and params[_ALONG[name]] in facts
+    return (name in ("sort", "top_k") or name.startswith("cum")) and params[_ALONG[name]] in facts
