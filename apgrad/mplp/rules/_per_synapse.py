@@ -308,7 +308,8 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     kind: dict[str, Any] = {"cell": "mlp"}
     if not stateless:  # the state of a weight is the update, h numbers, and the message
         kind = {"hidden": _take(arrays, f"{weight}/gru/b_next").shape[0] - message_size - 1}
-    rule = PerSynapse(sites, message_size=message_size, share=shared, **kind, rngs=nnx.Rngs(0))
+    made = lambda: PerSynapse(sites, message_size=message_size, share=shared, **kind, rngs=nnx.Rngs(0))
+    rule = jax.eval_shape(made)  # arrays that the file's replace are not drawn
     wanted: dict[str, nnx.Variable] = {}
     for site in sites:
         for part in parts[site.name]:
@@ -331,9 +332,9 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
                 f"the checkpoint has different numbers for {same} and {name}. Here a rule that shares the networks of "
                 "dense layers shares those of activations, too, and has one set of numbers for both"
             )
-        if value.shape != variable[...].shape:
-            raise ValueError(f"the checkpoint's {name} has shape {value.shape}, the rule wants {variable[...].shape}")
-        variable[...] = jnp.asarray(value, variable[...].dtype)
+        if value.shape != variable.shape:
+            raise ValueError(f"the checkpoint's {name} has shape {value.shape}, the rule wants {variable.shape}")
+        variable.set_value(jnp.asarray(value, variable.dtype))
     if left := sorted(arrays.keys() - wanted.keys()):
         raise ValueError(f"the checkpoint has arrays that this version does not know: {left[:5]}")
     return rule
