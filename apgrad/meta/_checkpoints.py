@@ -94,8 +94,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             shown = [f"{n}: {there.get(n, 'nothing')} there, {here.get(n, 'nothing')} wanted" for n in differing[:5]]
             raise ValueError(
                 f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: "
-                f"{'; '.join(shown)}). Use another folder, or the rule, optimizer and outer gradient that it was "
-                "written with."
+                f"{'; '.join(shown)}). Use another folder, or the rule, optimizer, outer gradient and "
+                "jax_enable_x64 that it was written with."
             )
         try:
             stored = self._manager.restore(step, args=self._args.StandardRestore(_stored(wanted, step)))

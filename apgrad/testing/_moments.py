@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from apgrad._ground import bias
 from apgrad._ground.arguments import whole
@@ -51,7 +52,7 @@ def moments_of(samples: Any) -> Moments:
 
 def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_estimates: int, batch_size: int) -> Any:
     """Independent estimates: the estimate's pytree, of float64 arrays with the samples as leading axis."""
-    if isinstance(key, jax.core.Tracer):
+    if isinstance(key, Tracer):
         raise TypeError("moments are NumPy arrays: compute them outside of jax.jit, which has traced the key")
     keys = jax.random.split(key, whole("num_estimates", num_estimates, 2))
     batch_size = min(whole("batch_size", batch_size), num_estimates)

@@ -381,6 +381,7 @@ OF_ALL_LANES = {
     "drawn evenly": lambda x: x[jnp.searchsorted(constant_shares(x), jnp.linspace(0.1, 0.9, 4))][:, 1],
     "sorted by constants": lambda x: x[jnp.argsort(jax.lax.stop_gradient(x[:, 0]))][:, 1],
     "the best by constants": lambda x: jnp.full(4, x[jnp.argmax(jax.lax.stop_gradient(x[:, 0]))][1]),
+    "mirrored": lambda x: x[::-1, 0],
     "the elite": lambda x: x[jax.lax.top_k(x[:, 0], 4)[1]][:, 1],
     "kernels": lambda x: jnp.sum(jnp.tanh(x @ x.T), axis=1),
 }

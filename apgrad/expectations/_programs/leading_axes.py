@@ -253,10 +253,11 @@ def _indexed(eqn) -> tuple[int, ...]:
 
 
 def _of_all(eqn, facts) -> bool:
-    """Whether an equation makes each of its numbers of all entries along the axes that are its operands' facts."""
+    """Whether an equation makes its numbers of all or of other entries along the axes that are its operands' facts."""
     name, params = eqn.primitive.name, Parameters(eqn)
     if name == "dot_general":
         return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)
     if name in _REDUCTIONS:
         return facts[0] in params["axes"]
-    return (name in ("sort", "top_k") or name.startswith("cum")) and params[_ALONG[name]] in facts
+    along = name in ("rev", "sort", "top_k") or name.startswith("cum")
+    return along and not {*facts}.isdisjoint(np.ravel(params[_ALONG[name]]).tolist())
