@@ -127,7 +127,9 @@ def inner_problem(
         batch = task.batch(inner.task, jax.random.fold_in(inner.key, inner.t))
         own = copied(inner)
         params, state = learner.step(meta, own.params, own.learner, batch)
-        seen = task_loss(inner.params if hint_before else params, batch)
+        seen = lambda: task_loss(inner.params if hint_before else params, batch)
+        # A product with the weight 0 would be computed, and differentiated.
+        seen = seen() if hint or batch_entropy else jnp.zeros_like(jax.eval_shape(seen))
         weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)

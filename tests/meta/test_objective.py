@@ -86,6 +86,18 @@ def described(options):
     return ",".join(f"{k}={v}" for k, v in options.items() if v) or "none"
 
 
+def test_a_hint_without_weight_is_not_computed():
+    task = family()
+    learner = meta.optimizer(lambda rate: optax.sgd(rate), task.loss)
+
+    def products(hint):
+        problem = meta.inner_problem(task, learner, T, hint=hint)
+        step = lambda: problem.step(0.1, problem.init(0.1, jax.random.key(0)))
+        return str(jax.make_jaxpr(step)()).count("dot_general")
+
+    assert products(0.4) - products(0.0) == 2  # the forward pass of two layers
+
+
 @cases("options", {described(case): case for case in CASES}, long=[described(case) for case in CASES[1:]])
 def test_derivatives_are_those_of_the_documented_loss(x64, options):
     """Reverse and forward mode, and a truncation as long as the unroll, which holds the state at its start constant."""
