@@ -25,6 +25,7 @@ from apgrad._ground.norms import scaled_norm
 from apgrad._programs.jaxprs import place
 from apgrad.expectations import _expectation as objectives
 from apgrad.expectations._channels import ROW, visits
+from apgrad.expectations._cross_fitting import PASS
 from apgrad.expectations._ledger import Ledger, TapePlan, differs
 from apgrad.expectations.mixing import _moments as moments
 
@@ -144,19 +145,18 @@ def adaptive(
 
             chosen, zeros = [args[n - 1] for n in numbers], jnp.zeros(sent.shape, plan.dtype)
             value, pullback, aux = jax.vjp(objective, chosen, zeros, has_aux=True)
-            return value, aux, pullback(jnp.ones_like(value))
+            answer = lambda _: pullback(jnp.ones_like(value))
+            if not (given and by_state):
+                return value, aux, answer(0)
+            # Of both passes the rows are the same: a node looks at the messages that are weighed.
+            gradients, rows = jax.vmap(answer, axis_name=PASS, axis_size=2)(jnp.arange(2))
+            return value, aux, (gradients, rows[1])
 
         if state is None:
             value, aux, (gradients, rows) = once({})
         else:
             short, long = jax.vmap(moments.weights)(*_means(state, lengths, lanes))
-            weighed = moments.cautious(short, long)
-            if by_state:
-                plain = jnp.broadcast_to(jnp.array([1, 0, 1, 0], weighed.dtype), weighed.shape)
-                value, aux, (gradients, rows) = jax.vmap(once)({weights: jnp.stack([plain, weighed])})
-                value, aux, rows = jax.tree.map(lambda x: x[0], (value, aux, rows[1:]))
-            else:
-                value, aux, (gradients, rows) = once({weights: weighed})
+            value, aux, (gradients, rows) = once({weights: moments.cautious(short, long)})
         return (value, aux) if has_aux else value, gradients, rows.astype(jnp.float32)
 
     def init(key, *args, **kwargs):

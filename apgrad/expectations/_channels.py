@@ -137,6 +137,10 @@ class Visit(NamedTuple):
     slot: jax.Array  # the number of the visit
     weights: jax.Array | None  # the mixer's weights, (cells, 4); None where the mixer weighs by what it sees
 
+    @property
+    def guarded(self) -> bool:  # whether messages go back twice, along the axis `PASS`
+        return self.weights is not None and len(self.weights) > 1
+
 
 def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     """The next tape, and what `ap.adaptive` knows of this visit of a mixer's site; None without `ap.adaptive`."""

@@ -24,6 +24,8 @@ from apgrad._programs.jaxprs import arrays_of, hoist, place, restrict
 from apgrad.expectations._lanes import over
 
 STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
+# The name of an axis of `ap.adaptive(by_state=True)`: messages go back by reparameterization, and by the weights.
+PASS = "apgrad pass"
 
 
 class Streams(NamedTuple):
@@ -68,10 +70,15 @@ def both_streams(to_x: jax.Array, folds: int) -> Streams:
     """A node's messages in both streams. Only messages to samples differ: costs-to-go are not weighed."""
     if folds == 1:
         return Streams(to_x, to_x)
+    return Streams(*both_of(to_x, STREAM, "cross_fit=True"))
+
+
+def both_of(x: jax.Array, axis: str, option: str) -> jax.Array:
+    """The arrays of both indices of an axis that is mapped over pullbacks, (2, ...)."""
     try:
-        return Streams(*lax.all_gather(to_x, STREAM))
+        return lax.all_gather(x, axis)
     except NameError as error:
-        whole = "a program with cross_fit=True is differentiated as a whole, by its objective"
+        whole = f"a program with {option} is differentiated as a whole, by its objective"
         raise ValueError(f"{whole}: the two streams of messages begin there, and not inside the program") from error
 
 

@@ -28,7 +28,7 @@ from numpyro.distributions import transforms
 from apgrad._ground.messages import describe
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, nested, place, trace
-from apgrad.expectations._cross_fitting import Streams
+from apgrad.expectations._cross_fitting import PASS, Streams
 from apgrad.expectations._lanes import fold, over
 from apgrad.expectations._programs.dependence import dependence
 from apgrad.expectations.mixing import _moments as moments
@@ -105,7 +105,11 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
         if suffix is not None and later is not None:
             more = suffix.reshape(lanes, -1) + mixture(for_contribution, back.features)
             later = more[:, : later.shape[1]].astype(later.dtype)
-        return (for_message, for_contribution), Gathered(later, rows)
+        weights = for_message, for_contribution
+        if visit is not None and visit.guarded:
+            plain = lambda w: jnp.where(jax.lax.axis_index(PASS) == 0, jnp.array([1, 0], w.dtype), w)
+            weights = plain(for_message), plain(for_contribution)
+        return weights, Gathered(later, rows)
 
     def finish(mixed, weights, to_x, shared):
         to_lane, to_uses = mixed

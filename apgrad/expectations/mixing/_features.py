@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from apgrad._ground.messages import Static
 from apgrad._programs.jaxprs import is_inexact, place, trace
 from apgrad.expectations._channels import Visit
+from apgrad.expectations._cross_fitting import PASS, both_of
 from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations._programs import uses
 from apgrad.expectations._programs.signs import NUMBER, inner, random_signs
@@ -116,7 +117,10 @@ def to_arguments(
         _, pullback, operands = jax.vjp(exposed, [lane[i] for i in moving], ports, has_aux=True)
         sent = [pullback([message[i] for i in floats]) for message in messages]
         answers = [(place(to_moving, moving, [None] * len(lane)), to_uses) for to_moving, to_uses in sent]
-        return answers, [features(operands, to_uses, to_lane) for to_lane, to_uses in answers[:featured]], operands
+        seen = answers[:featured]
+        if memory.visit is not None and memory.visit.guarded:
+            seen = jax.tree.map(lambda x: both_of(x, PASS, "by_state=True")[1], seen)
+        return answers, [features(operands, to_uses, to_lane) for to_lane, to_uses in seen], operands
 
     made = jax.eval_shape(lambda lane: uses.expose(program, inputs(lane))[2], jax.tree.leaves(one_lane))
     ports = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)

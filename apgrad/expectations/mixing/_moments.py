@@ -44,8 +44,7 @@ def row(features: jax.Array, suffix: jax.Array, cell: jax.Array, cells: int) -> 
     three = jnp.concatenate([features, suffix[None]])
     inside = cell[None] == jnp.arange(cells)[:, None]
     largest = jnp.max(jnp.abs(three), axis=2, initial=0)
-    sizes = jnp.max(jnp.where(inside[None], largest[:, None], 0), axis=2)  # (3, cells)
-    size = jnp.max(sizes, axis=0)
+    size = jnp.max(jnp.where(inside, jnp.max(largest, axis=0), 0), axis=1)  # of each cell
     _, exponent = jnp.frexp(jnp.where((size > 0) & jnp.isfinite(size), size, 1))
     most = jnp.finfo(three.dtype).maxexp - 2
     exponent = jnp.clip(exponent, -most, most)
@@ -53,13 +52,15 @@ def row(features: jax.Array, suffix: jax.Array, cell: jax.Array, cells: int) -> 
     difference = three[1] - three[0]
     if cells == 1:  # One centred side of an inner product suffices. Cells have too few lanes to centre.
         difference = difference - jnp.mean(difference, axis=0, keepdims=True)
-    products = jnp.sum(three * difference[None], axis=2)
-    first, second, gathered = jnp.sum(jnp.where(inside[None], products[:, None], 0), axis=2) / len(cell)
-    found = jnp.stack([first, second, first + gathered, second + gathered], axis=1)
+    products, infinite = jnp.sum(three * difference[None], axis=2), ~jnp.isfinite(largest[:2])
+    # Sums over the lanes of each cell by one product of matrices, where 0 times infinity would be NaN.
+    each = jnp.concatenate([jnp.where(jnp.isfinite(products), products, 0), infinite.astype(three.dtype)])
+    first, second, gathered, *infinite = jnp.matmul(each, inside.T.astype(three.dtype), precision="highest")
+    found = jnp.stack([first, second, first + gathered, second + gathered], axis=1) / len(cell)
     # What overflows gets no weight; where both do, the first one has it, as in `weights.py`.
-    overflowed = jnp.where(jnp.isfinite(sizes[1]) & ~jnp.isfinite(sizes[0]), 1.0, 0.0)
+    overflowed = jnp.where((infinite[1] == 0) & (infinite[0] > 0), 1.0, 0.0)
     instead = jnp.stack([-overflowed, 1 - overflowed] * 2, axis=1).astype(found.dtype)
-    finite = (jnp.isfinite(size) & jnp.isfinite(found).all(1))[:, None]
+    finite = jnp.isfinite(size)[:, None]
     exponent = jnp.where(finite, (2 * exponent).astype(found.dtype)[:, None], _HUGE)
     return jnp.concatenate([jnp.where(finite, found, instead), exponent], axis=1).astype(jnp.float32)
 
