@@ -153,6 +153,13 @@ def test_unbiased_with_any_weights_that_depend_on_the_inputs():
     by_path = ap.grad(linear_rollout(ap.reparameterization()), 6)
     both = jax.jit(lambda key: (of(pathwise)(key), by_path(key, THETA)))(KEY)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), *both)
+    # What nodes see is what comes back by the weights, whichever gradient is taken.
+    others = state._replace(moments=state.moments.at[..., :4].set(jnp.array([-1.0, 0, -1, 0])))
+    rows = lambda state: objective.value_and_grad(KEY, state, THETA)[2].moments[0, 1]
+    first, second, third = jax.jit(jax.vmap(rows))(jax.tree.map(lambda *x: jnp.stack(x), state, pathwise, others))
+    np.testing.assert_array_equal(first, second)
+    own = [plain(x)[:-1, :, :2] for x in (first, third)]  # without the gradient that later nodes have gathered
+    assert not np.allclose(*own)
 
 
 def test_the_guard_leaves_out_what_is_rare():
