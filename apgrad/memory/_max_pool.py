@@ -45,7 +45,8 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
         return functools.reduce(_larger, [(part(found, i), part(place, i) + small.type(i * unit)) for i in range(k)])
 
     def forward(x):
-        found, place = narrow(*narrow(x, jnp.zeros(x.shape, small), 2, 1), 1, window[1])
+        in_rows, column = narrow(x, jnp.zeros(x.shape, small), 2, 1)
+        found, place = narrow(in_rows, column, 1, window[1])
         return found, (place, Static(x.shape))
 
     def backward(memory, message):
