@@ -74,7 +74,7 @@ def both_streams(to_x: jax.Array, folds: int) -> Streams:
 
 
 def both_of(x: jax.Array, axis: str, option: str) -> jax.Array:
-    """The arrays of both indices of an axis that is mapped over pullbacks, (2, ...)."""
+    # The arrays of both indices of an axis that is mapped over pullbacks, (2, ...).
     try:
         return lax.all_gather(x, axis)
     except NameError as error:

@@ -60,13 +60,13 @@ def max_pool(x: jax.Array, window: int | Sequence[int], strides: int | Sequence[
 
 
 def _larger(first, second):
-    """Of two pairs (values, places) the larger values with their places; of equal ones the first, NaN before all."""
+    # Of two pairs (values, places) the larger values with their places; of equal ones the first, NaN before all.
     later = ~(second[0] <= first[0]) & ~jnp.isnan(first[0])
     return tuple(jnp.where(later, b, a) for a, b in zip(first, second, strict=True))
 
 
 def _widen(add, sent, place, size, k, stride, axis):
-    """What windows send to one place each along an axis of this size, added up."""
+    # What windows send to one place each along an axis of this size, added up.
     # One array of the windows' size for each phase of the strides: adding up in the whole size is several times slower.
     steps, back = -(-size // stride), (k - 1) // stride
     widths = [(0, 0)] * sent.ndim
