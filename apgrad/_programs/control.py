@@ -82,12 +82,21 @@ def nested(eqn: Any) -> Nested | None:
             return Nested("while", _of_all_lanes(params["cond_jaxpr"], params["body_jaxpr"], consts[0]), counts)
         if name == "cond":
             return Nested("cond", tuple(opened(branch) for branch in params["branches"]))
+        if name == "call_hi_primitive" and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+            program = _expanded(params["_prim"], *(v.aval for v in eqn.invars))
+            return Nested("call", (program,), label=type(params["_prim"]).__name__)
         if name == "shard_map":
             program = _plain_or_why(eqn)
             return None if isinstance(program, str) else Nested("call", (program,), label=name)
     except (AttributeError, TypeError, ValueError) as error:
         raise NotImplementedError(_strange(name, params, error)) from error
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _expanded(primitive: Any, *avals: Any) -> Program:
+    # Of JAX 0.12, such as `jnp.searchsorted`, which makes integers; those that make floats have derivative rules.
+    return opened(jax.make_jaxpr(primitive.expand)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)))
 
 
 class Parameters(dict[str, Any]):

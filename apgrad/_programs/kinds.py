@@ -23,7 +23,7 @@ VIEW = _names(
 ELEMENTWISE = _names(
     """abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type cos
     cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p log2
-    logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma refuse_derivative
+    logistic max min mul neg nextafter one_minus_square polygamma polynomial pow random_gamma refuse_derivative
     refuse_second_derivative regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh zero_with_gradient
     zeta"""
 )

@@ -120,7 +120,7 @@ def test_parameters_that_are_not_known_are_an_error_with_the_version():
 
 
 # Names that JAX has had, or has, in another version between the floor and the newest.
-ELSEWHERE = {"copy_p", "expand_dims", "log2", "one_minus_square"}
+ELSEWHERE = {"copy_p", "expand_dims", "log2", "one_minus_square", "polynomial"}
 
 
 def test_every_primitive_that_is_named_exists():
@@ -129,6 +129,14 @@ def test_every_primitive_that_is_named_exists():
     assert len(names) > 100
     known = {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
     assert names - known <= ELSEWHERE, sorted(names - known)
+
+
+def test_a_search_is_looked_into():
+    """In JAX 0.12 it is a primitive of its own, and those for two shapes are equal."""
+    for shape in ((), (2,), (4,)):
+        program = jaxprs.inlined(lambda x: jnp.searchsorted(jnp.arange(3.0), x), jnp.ones(shape))
+        assert "call_hi_primitive" not in {eqn.primitive.name for eqn in jaxprs.all_equations(program)}
+        np.testing.assert_array_equal(*jaxprs.evaluate(program, [jnp.full(shape, 1.5)]), np.full(shape, 2))
 
 
 def reaches(function, *facts):
