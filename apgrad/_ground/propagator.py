@@ -177,7 +177,9 @@ _CLOSURE = (
     "the array to the node as an input, and return a message for it from backward (None for no message)."
 )
 
-_MAPPED = "a propagator's backward closes over an array that jax.vmap maps. Return it from forward as memory."
+_MAPPED = (
+    "backward uses an array of a JAX transformation, such as one that jax.vmap maps: return it from forward as memory"
+)
 
 
 def _opened(propagator: Propagator, inputs: Any, named_axes: Sequence[tuple[str, int]]) -> Any:

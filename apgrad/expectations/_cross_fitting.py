@@ -79,7 +79,7 @@ def both_of(x: jax.Array, axis: str, option: str) -> jax.Array:
         return lax.all_gather(x, axis)
     except NameError as error:
         whole = f"a program with {option} is differentiated as a whole, by its objective"
-        raise ValueError(f"{whole}: the two streams of messages begin there, and not inside the program") from error
+        raise ValueError(f"{whole}: messages begin to go back twice there, and not inside the program") from error
 
 
 def at_hand(both: Streams, folds: int) -> Any:

@@ -49,7 +49,7 @@ class Row(NamedTuple):
       uncertainty: the standard error of the squared error; it is too small where tails are heavy.
       cosine: the median over estimates of the cosine with the truth, or else with the mean of the other estimates.
       share: the share of the variance that the farthest 1 % of the estimates make; with `lanes=1`, the farthest lanes.
-      heavy_tailed: whether one estimate makes a fifth of the variance and thrice the largest normal one's, or half.
+      heavy_tailed: whether one estimate makes half of the variance, or a fifth and thrice the largest normal one's.
       seconds: the time of one gradient, without compiling: the median over rounds of a chunk's time per estimate.
       efficiency: 1 / (squared_error seconds).
       times: the seconds of one gradient in each round.

@@ -354,6 +354,7 @@ def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
 
 
 constant_shares = lambda x: jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(x[:, 0])))
+redrawn = lambda x: jax.random.categorical(KEY, jax.lax.stop_gradient(x[:, 0]), shape=(4,))
 # Functions of samples (4, 4), a lane a row: costs (4,) that depend on a sum over the lanes, and such that do not.
 OF_ALL_LANES = {
     "another axis": lambda x: jnp.sum(x**2, axis=0),
@@ -377,7 +378,13 @@ OF_ALL_LANES = {
     "the best": lambda x: jnp.where(jnp.arange(4) == jnp.argmax(x[:, 0]), x[:, 1], 0),
     "one of them": lambda x: jnp.full(4, (x[:, 0] > 1).any()),
     "drawn again": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,))][:, 1],
-    "drawn by constants": lambda x: x[jax.random.categorical(KEY, jax.lax.stop_gradient(x[:, 0]), shape=(4,))][:, 1],
+    "drawn again at once": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,)), 1],
+    "drawn by constants": lambda x: x[redrawn(x)][:, 1],
+    "drawn by constants at once": lambda x: x[redrawn(x), 1],
+    "drawn one by one": lambda x: jax.vmap(lambda i: x[i])(redrawn(x))[:, 1],
+    "drawn step by step": lambda x: jax.lax.scan(lambda _, i: (None, x[i, 1]), None, redrawn(x))[1],
+    "drawn by a product": lambda x: (jax.nn.one_hot(redrawn(x), 4) @ x)[:, 1],
+    "a product": lambda x: jnp.sum(jnp.ones((4, 4)) @ x, axis=1),
     "drawn evenly": lambda x: x[jnp.searchsorted(constant_shares(x), jnp.linspace(0.1, 0.9, 4))][:, 1],
     "sorted by constants": lambda x: x[jnp.argsort(jax.lax.stop_gradient(x[:, 0]))][:, 1],
     "the best by constants": lambda x: jnp.full(4, x[jnp.argmax(jax.lax.stop_gradient(x[:, 0]))][1]),
@@ -459,5 +466,5 @@ def test_a_sum_over_parts_that_are_charged_apart_is_refused():
     refused(ValueError, "for the 3 data, .* of a datum with its own", of_axes, less_mean)
     refused(ValueError, "for the 3 parts, .* of a part with its own", of_axes, less_mean, data=None)
     refused(ValueError, "for the 2 lanes, .* of a lane with its own", of_axes, lambda b: b - b.mean(0))
-    refused(ValueError, "broadcasting along another one, and", of_axes, lambda b: b.T, data=2, size=2)
+    refused(ValueError, "broadcasting along another axis; and", of_axes, lambda b: b.T, data=2, size=2)
     of_axes(lambda b: less_mean(b).mean(1), parts=False)  # a choice of the lane, which pays for all of it

@@ -209,6 +209,8 @@ def test_max_pool_is_exact():
     chex.assert_trees_all_close(found, truth, rtol=1e-5, atol=1e-5)
     x = normal(1, 2, 6, 6, 3)
     assert remembered(lambda x: R.max_pool(x, (2, 2)), x) == x.size // 4
+    value, back = jax.vjp(lambda x: R.max_pool(x, 2), jnp.array([[0.0, jnp.nan], [jnp.nan, 1.0]])[None, ..., None])
+    assert jnp.isnan(value) and jnp.ravel(*back(jnp.ones_like(value))).tolist() == [0, 1, 0, 0]  # the first NaN
     refused(ValueError, "max_pool takes", R.max_pool, jnp.ones((1, 2, 2, 1)), (3, 3))
     chex.assert_trees_all_equal(*jax.jit(lambda x: [R.max_pool(x, 3, 2), R.max_pool(x, [3, 3], (2, 2))])(x))
     for bad in (0, (2, 0), (-1, -1), (2.0, 2.0), (2,), (2, 2, 1), "22", True):

@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 from apgrad import meta
+from apgrad.meta import _checkpoints
 from tests import devices
 from tests.refusals import refused
 
@@ -284,6 +285,11 @@ def test_arrays_of_new_shapes_are_saved_and_restored_without_a_program_for_each(
         assert same(checkpoints.restore(1, tree), tree)
     jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled
+
+
+def test_checksums_added_on_the_host_are_those_of_shards():
+    x = jax.random.bits(jax.random.key(0), (70_000,), "uint16").view("bfloat16")
+    assert _checkpoints._checksum(x) == int(_checkpoints._checksum_of_shards(x))
 
 
 def test_arrays_that_are_not_those_that_were_described_are_damage(tmp_path):

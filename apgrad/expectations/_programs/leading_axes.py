@@ -1,8 +1,8 @@
 """What becomes of one axis in a program: which marks have it from outside, and what is a sum over it.
 
 The walk follows that axis, through elementwise functions, products with a matrix, transpositions, and forgets it where
-an equation does something else with it. So something may be missed, and what is found is sure, apart from masks and
-diagonals in `mixes_entries`.
+an equation does something else with it. So something may be missed, and what is found is sure, apart from what undoes a
+mixing (masks, diagonals) in `mixes_entries`.
 """
 
 import enum
@@ -55,12 +55,14 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
 def _of_a_step(fact):
     """The fact for one step's part of an array, which lacks the first axis; None if the fact is that axis."""
     if isinstance(fact, Constant):
-        return None
+        return _constant(_of_a_step(fact.fact))
     return fact if not isinstance(fact, int) else fact - 1 if fact else None
 
 
 def _of_all_steps(fact):
-    return fact + 1 if isinstance(fact, int) else None if isinstance(fact, Constant) else fact
+    if isinstance(fact, Constant):
+        return _constant(_of_all_steps(fact.fact))
+    return fact + 1 if isinstance(fact, int) else fact
 
 
 _BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "select_n"}
@@ -148,6 +150,14 @@ class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` hold
     fact: Any
 
 
+class Columns(NamedTuple):  # the facts of an array of indices, one for each number along its last axis
+    facts: tuple[Any, ...]
+
+
+def _constant(fact):
+    return None if fact is None else Constant(fact)
+
+
 # A fact is the axis along which entries are still apart, or one of these.
 SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each; anything else of several entries
 
@@ -195,7 +205,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
     A mark counts if its label, a number of axes, is above the axis. What follows on `lax.stop_gradient` counts where it
     says which entries are read; comparisons and integers count, since a score differentiates what they decide. None is
     the fact of what is not known, and MIXED of what is made of all entries, as a sum over the axis, or of two operands
-    with different axes. A mask or a diagonal that takes the mixing away is not seen.
+    with different axes. What takes the mixing away, such as a mask or a diagonal, is not seen.
     """
     found = False
 
@@ -204,7 +214,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         name, params = eqn.primitive.name, eqn.params
         if nested(eqn) is not None:
             return None
-        moving = [None if isinstance(fact, Constant) else fact for fact in facts]
+        moving = [None if isinstance(fact, Constant | Columns) else fact for fact in facts]
+        constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
         if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
             found |= moving[0] not in (None, axis)
             if params["kind"] is start:
@@ -212,13 +223,12 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if name == "stop_gradient":
             return [fact if moving[0] is None else Constant(fact) for fact in facts]
         if (made := one(eqn, name, moving)) is None:
-            constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
-            # An index of several axes, as in `x[arange(n), i]`, is apart along its own.
-            reads = name == "dynamic_slice" or (name == "gather" and len(_indexed(eqn)) == 1)
-            if reads and moving[0] is not None and MIXED in constant[1:]:
+            if name in ("gather", "dynamic_slice") and moving[0] is not None and _is_mixed(_reader(eqn, facts)):
                 made = MIXED
-            elif (fact := one(eqn, name, constant)) is not None:
-                made = Constant(fact)
+            elif name == "concatenate" and any(map(_is_mixed, facts)) and not all(map(_is_mixed, facts)):
+                made = _columns(eqn, facts)
+            else:
+                made = _constant(one(eqn, name, constant))
         return [made] * len(eqn.outvars)
 
     def one(eqn, name, facts):
@@ -248,15 +258,32 @@ _OF_EVERY_ENTRY = _BY_PLACE | _REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW
 _OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "slice", "sort", "split"}
 
 
-def _indexed(eqn) -> tuple[int, ...]:
-    return Parameters(eqn)["dimension_numbers"].start_index_map
+def _is_mixed(fact):
+    return MIXED in (fact, getattr(fact, "fact", None))
+
+
+def _columns(eqn, facts):  # of indices for several axes, as in `x[i, 1]`; None for what are no indices
+    shape, made = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+    if Parameters(eqn)["dimension"] != len(shape) - 1 or not jnp.issubdtype(made, jnp.integer):
+        return None
+    return Columns(tuple(f for f, v in zip(facts, eqn.invars, strict=True) for _ in range(v.aval.shape[-1])))
+
+
+def _reader(eqn, facts):  # the fact of the index that says what is read along the axis that is the first fact
+    axis, *indices = facts
+    if eqn.primitive.name == "dynamic_slice":
+        return indices[axis]
+    read = Parameters(eqn)["dimension_numbers"].start_index_map
+    if axis not in read:
+        return None
+    return indices[0].facts[read.index(axis)] if isinstance(indices[0], Columns) else indices[0]
 
 
 def _of_all(eqn, facts) -> bool:
     """Whether an equation makes its numbers of all or of other entries along the axes that are its operands' facts."""
     name, params = eqn.primitive.name, Parameters(eqn)
     if name == "dot_general":
-        return tuple(facts) in zip(*params["dimension_numbers"][0], strict=True)
+        return any(fact in axes for fact, axes in zip(facts, params["dimension_numbers"][0], strict=True))
     if name in _REDUCTIONS:
         return facts[0] in params["axes"]
     along = name in ("rev", "sort", "top_k") or name.startswith("cum")
