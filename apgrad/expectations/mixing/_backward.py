@@ -252,7 +252,8 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
         wrong = ~(jnp.abs(jnp.sum(weights) - 1) <= tolerance)
         if not isinstance(wrong, Tracer) and wrong:
             raise ValueError(f"{what}: the weights of a rule must sum to 1, else the gradient is wrong; got {weights}")
-        return jnp.where(wrong, jnp.nan, weights)
+        # A sum, since XLA for CPUs would compute the rest again wherever a weight is used.
+        return jnp.sum(jnp.where(wrong, jnp.nan, jnp.eye(number, dtype=weights.dtype) * weights), axis=1)
 
     return jax.vmap(one_fold)(features, suffix)
 
