@@ -253,7 +253,7 @@ def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Arra
         if not isinstance(wrong, Tracer) and wrong:
             raise ValueError(f"{what}: the weights of a rule must sum to 1, else the gradient is wrong; got {weights}")
         # A sum, since XLA for CPUs would compute the rest again wherever a weight is used.
-        return jnp.sum(jnp.where(wrong, jnp.nan, jnp.eye(number, dtype=weights.dtype) * weights), axis=1)
+        return jnp.sum(jnp.where(wrong, jnp.nan, jnp.diag(weights)), axis=1)
 
     return jax.vmap(one_fold)(features, suffix)
 
