@@ -95,7 +95,7 @@ def nested(eqn: Any) -> Nested | None:
 
 @functools.lru_cache(maxsize=256)
 def _expanded(primitive: Any, *avals: Any) -> Program:
-    # Of JAX 0.12, such as `jnp.searchsorted`, which makes integers; those that make floats have derivative rules.
+    # JAX 0.12 has such primitives, as `jnp.searchsorted`. Those that make floats are not expanded: they have own rules.
     return opened(jax.make_jaxpr(primitive.expand)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)))
 
 

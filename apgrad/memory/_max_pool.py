@@ -66,8 +66,8 @@ def _larger(first, second):
 
 
 def _widen(add, sent, place, size, k, stride, axis):
-    # What windows send to one place each along an axis of this size, added up.
-    # One array of the windows' size for each phase of the strides: adding up in the whole size is several times slower.
+    # Each window sends to one place along an axis of this size, where all that arrives is added up. There is one array
+    # of the windows' size for each phase of the strides, since adding up in the whole size is several times slower.
     steps, back = -(-size // stride), (k - 1) // stride
     widths = [(0, 0)] * sent.ndim
     widths[axis] = (back, steps - sent.shape[axis])

@@ -21,6 +21,7 @@ from flax import nnx
 from apgrad import meta
 from apgrad.meta import _checkpoints
 from tests import devices
+from tests.compiled import listening
 from tests.refusals import refused
 
 ROOT = Path(__file__).parent.parent.parent
@@ -226,15 +227,8 @@ def test_a_folder_holds_one_run(run, tmp_path):
     (run / "run").unlink()  # as the error says: whatever is there is taken for this run
     assert int(trained(run, 8, version=2).step) == 8
     other = meta.batched(meta.single_evolution(PROBLEM, 2), 3)
-    refused(
-        ValueError,
-        "another run .* arrays differ: carry.* jax_enable_x64 that",
-        trained,
-        run,
-        10,
-        version=2,
-        outer=other,
-    )
+    words = "another run .* arrays differ: carry.* jax_enable_x64 that"
+    refused(ValueError, words, trained, run, 10, version=2, outer=other)
 
 
 def test_checkpoints_hold_every_leaf(tmp_path):
@@ -277,13 +271,9 @@ def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_p
 
 def test_arrays_of_new_shapes_are_saved_and_restored_without_a_program_for_each(tmp_path):
     tree = [jnp.asarray(np.full((3, n), float(n), np.float32)) for n in range(7, 12)]
-    compiled = []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    with meta.Checkpoints(tmp_path) as checkpoints:
+    with listening() as compiled, meta.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, tree)
         assert same(checkpoints.restore(1, tree), tree)
-    jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from apgrad import meta, mplp
 from apgrad.mplp import _pretrained as pretrained, _reach
 from experiments import mplp_published
+from tests.compiled import listening
 from tests.mplp.graphs import close
 from tests.refusals import refused
 
@@ -349,11 +350,9 @@ def test_golden_steps(task):
     at = lambda step: {name: golden(step, j) for j, name in enumerate(dense)}
     params = jax.tree.map(jnp.asarray, at("init"))
     x, y = jnp.asarray(arrays["golden/x"]), jnp.asarray(arrays["golden/y"])
-    sites, compiled = mplp.sites(network, params, (x[0], y[0])), []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    rule = mplp.load_published(arrays, sites)
-    jax.monitoring.unregister_event_duration_listener(listen)
+    sites = mplp.sites(network, params, (x[0], y[0]))
+    with listening() as compiled:
+        rule = mplp.load_published(arrays, sites)
     assert not compiled  # nothing is drawn that the file's arrays replace
     state = mplp.init_state(rule, network, params, (x[0], y[0]))
     step = jax.jit(lambda p, s, b: mplp.backward(rule, network, p, s, b))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
+from tests.compiled import listening
 from tests.refusals import refused
 from tests.tracing.models import FUNCTIONS, MODELS, derivatives, run
 
@@ -236,14 +237,11 @@ def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change
     traces = ap.trace_gradients(loss)
     points = [({"w": jnp.full((2, 2, 2), s)}, jnp.full((3, 2), 0.3 * s), np.arange(3) % 2) for s in (0.5, 0.6)]
     seen(traces(*points[0]))
-    compiled = []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    found = seen(traces(*points[1]))
-    again = ap.trace_gradients(loss)(*points[0])  # nor does another tracer of the function
-    shallow, deep = (again.influence(depth=depth) for depth in (1, 2))  # nor another depth
+    with listening() as compiled:
+        found = seen(traces(*points[1]))
+        again = ap.trace_gradients(loss)(*points[0])  # nor does another tracer of the function
+        shallow, deep = (again.influence(depth=depth) for depth in (1, 2))  # nor another depth
     assert not compiled
-    jax.monitoring.unregister_event_duration_listener(listen)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found[3], jax.grad(loss)(*points[1]))
     np.testing.assert_array_equal(found[0].share, jax.jit(ap.tracing.influence(loss))(*points[1]).share)
     assert shallow.components == ("rnn",) and deep.components == ("rnn/cell", "rnn")
