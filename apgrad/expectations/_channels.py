@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import mark, zero_with_gradient
-from apgrad.expectations._lanes import donors, mean_of_others, require_mask
+from apgrad.expectations._lanes import donors, mean_of_others, require_mask, weighed_mean_of_others
 from apgrad.expectations._ledger import Doing, Mark, TapePlan, differs, marked
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, RAW_FOR_OTHERS, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
@@ -89,6 +89,9 @@ def credit(
     before = tape._before(len(shape))
     if living:
         others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask)
+        if tape._plan.weighs:  # by the weights so far: those of later choices are not known
+            so_far = lax.stop_gradient(before + zero)
+            others_mean = lambda x: weighed_mean_of_others(x, so_far, tape._plan.folds, mask)
         # A cost c adds c r to the total, so that this adds -(the mean of the others' costs) (exp(z) - 1) exp(before).
         weight = jnp.exp(before) * jnp.expm1(zero)
         ports[raw] = ports[raw] - jax.linear_transpose(others_mean, weight)(weight)[0]

@@ -266,7 +266,7 @@ def make_plan(
         counts, _, rows = visits(plan)
         ledger.ports |= {counts, rows}
     ports = tuple(sorted(ledger.ports, key=str))
-    return plan._replace(dtype=dtype, ports=ports, fades="discounting" in done), ledger
+    return plan._replace(dtype=dtype, ports=ports, fades="discounting" in done, weighs="weighed" in done), ledger
 
 
 def _require_parts(plan, ledger):

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
@@ -64,6 +65,27 @@ def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> j
         count = jnp.maximum(count, 1).astype(each.dtype)
         each = jnp.where(alive, each, 0)
     return ((jnp.sum(each, axis=1, keepdims=True) - each) / count).reshape(x.shape).astype(x.dtype)
+
+
+def weighed_mean_of_others(x: jax.Array, log_weight: Any, folds: int, mask: Any = True) -> jax.Array:
+    """`mean_of_others`, where a lane counts by its squared weight: the m with the least sum of (weight (x - m))^2."""
+    shown = lambda a: fold(jnp.broadcast_to(a, x.shape), folds)
+    each, alive = fold(x.astype(np.promote_types(x.dtype, np.float32)), folds), shown(mask)
+    log = jnp.where(alive, shown(log_weight), -1e30)
+    first = jnp.argmax(log, axis=1, keepdims=True)
+    top = lax.broadcasted_iota(first.dtype, log.shape, 1) == first
+    # Weights far below the largest count alike, so that no sum of those of living lanes is 0.
+    away = jnp.maximum(2 * (log - jnp.max(log, axis=1, keepdims=True)), -60)
+    weight = jnp.where(alive, jnp.exp(away), 0).astype(each.dtype)
+
+    def others(a):  # what is subtracted is not most of a sum
+        rest = jnp.sum(jnp.where(top, 0, a), axis=1, keepdims=True)
+        return jnp.where(top, rest, rest + jnp.sum(jnp.where(top, a, 0), axis=1, keepdims=True) - a)
+
+    total = others(weight)
+    some = total > 0
+    each = jnp.where(alive, each, 0) * weight
+    return jnp.where(some, others(each) / jnp.where(some, total, 1), 0).reshape(x.shape).astype(x.dtype)
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:

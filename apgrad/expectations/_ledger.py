@@ -51,6 +51,7 @@ class TapePlan(NamedTuple):
     dtype: Any = None  # the dtype in which costs are summed; None in the first trace
     ports: tuple[Port, ...] = ()  # the ports that the tape has
     fades: bool = False  # whether credit fades somewhere in the program
+    weighs: bool = False  # whether `ap.score` weighs costs somewhere in the program
     folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting, else 1
     # `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     disturbed: tuple[int, int] | None = None

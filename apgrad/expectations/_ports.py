@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.propagator import backpropagation, first_order, node
-from apgrad.expectations._lanes import mean_of_others, standard_score
+from apgrad.expectations._lanes import mean_of_others, standard_score, weighed_mean_of_others
 
 
 def dice(costs: Any, zeros: jax.Array, baselines: Any = None) -> jax.Array:
@@ -31,7 +31,7 @@ class Arithmetic(NamedTuple):
     """What becomes of a port p, an array that starts with the lanes."""
 
     multiplies: bool = False  # whether a cost c becomes c exp(p), with p the sum of all ports that multiply
-    # `(cost, shaped, p, folds) -> term`: what else a cost adds to the total; `shaped` says that choices are not charged
+    # `(cost, shaped, p, plan) -> term`: what else a cost adds to the total; `shaped` says that choices are not charged
     # with the cost itself. None: nothing.
     corrects: Callable[..., Any] | None = None
     # `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
@@ -70,24 +70,28 @@ def _fade_exponent(factor, p):  # the expectation of exp(p) - 1 stays 0 in every
     return jnp.log1p(factor * jnp.expm1(p))
 
 
-def _less_others(cost, shaped, p, folds):
+def _less_others(cost, shaped, p, plan):
     # A shaped message has no baseline: the other lanes' messages are made of moments that depend on this lane's sample.
-    return 0 if shaped else dice(0, p, lax.stop_gradient(mean_of_others(cost, folds)))
+    if shaped:
+        return 0
+    others = mean_of_others(cost, plan.folds) if not plan.weighs else weighed_mean_of_others(cost, p, plan.folds)
+    return dice(0, p, lax.stop_gradient(others))
 
 
-def _in_standard_scores(cost, shaped, p, folds):
-    return _charge_score(standard_score(lax.stop_gradient(cost), folds), p)
+def _in_standard_scores(cost, shaped, p, plan):
+    return _charge_score(standard_score(lax.stop_gradient(cost), plan.folds), p)
 
 
-def _as_it_is(cost, shaped, p, folds):
+def _as_it_is(cost, shaped, p, plan):
     return lax.stop_gradient(cost) * p
 
 
-def _unless_shaped(cost, shaped, p, folds):
-    return 0 if shaped else _as_it_is(cost, shaped, p, folds)
+def _unless_shaped(cost, shaped, p, plan):
+    return 0 if shaped else _as_it_is(cost, shaped, p, plan)
 
 
-# The costs after a choice, less the mean of the other lanes' costs.
+# The costs after a choice, less the mean of the other lanes' costs. Where `ap.score` weighs costs, each lane counts by
+# its squared weight: (weight (cost - mean))^2 is near what the cost adds to the variance.
 BASELINED = Arithmetic(True, _less_others, _fade_exponent)
 # The costs after a choice. A node with a baseline of its own takes it off itself.
 PLAIN = Arithmetic(True, None, _fade_exponent)

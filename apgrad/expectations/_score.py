@@ -52,16 +52,15 @@ def score(
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider; a constant to differentiation.
-      baseline: as for `likelihood_ratio`. The leave-one-out mean is over unweighed costs. Give None where lanes' values
-        are not independent (mirrored, or of one buffer), and for rare events, where it makes nearly all of the noise.
+      baseline: as for `likelihood_ratio`. In the leave-one-out mean a lane's cost counts by its squared weight. Give
+        None where lanes' values are not independent (mirrored, or of one buffer).
       parts: the second batch axis numbers independent parts, as in `sample`.
       mask: Booleans of (lanes,), up to the batch shape, such as (lanes, tokens): False where nothing was chosen.
 
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
         distribution without a right score, and beside `tape.discount`, a shaped cost or a standardized baseline.
-      FloatingPointError: when it runs, for a value that the distribution cannot draw, and for log-densities that are
-        not finite, or for a discrete choice above 0.
+      FloatingPointError: when it runs, for impossible values, and log-densities not finite or, if discrete, above 0.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

@@ -282,7 +282,7 @@ class Tape:
         for kind in kinds:
             if kind.corrects is not None:
                 seen = self._seen(kind, cost.ndim)
-                term = term + kind.corrects(charged, message is not None, seen, self._plan.folds)
+                term = term + kind.corrects(charged, message is not None, seen, self._plan)
         return self._follow(total=self._total + self._plan.per_lane(term))
 
     def _before(self, ndim: int) -> jax.Array:

@@ -120,6 +120,31 @@ def test_continuous_values_and_transformations():
     ap.testing.assert_transformable(lambda theta: objective(KEY, theta), theta, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_leave_one_out_baseline_adds_no_noise_to_a_rare_event(masked):
+    # P(x > 4) of a standard normal, of samples about 4. The mean of unweighed costs, 1/2, times one minus the ratio of
+    # densities, whose standard deviation is 3,000, would be 100,000 times the noise of the weighed costs.
+    lanes = 200
+    mask = jnp.arange(lanes) < 150 if masked else None
+
+    def program(tape, mean, x, baseline):
+        b = dist.Normal(4.0, 1.0).log_prob(x)
+        own = dist.Normal(jnp.full(lanes, mean), 1.0)
+        tape = ap.score(tape, own, x, behaviour_log_prob=b, baseline=baseline, mask=mask)
+        return tape.cost(jnp.where(x > 4, 1.0, 0.0) * (1.0 if mask is None else jnp.where(mask, lanes / 150, 0.0)))
+
+    def estimates(key):
+        x = 4 + jax.random.normal(key, (lanes,))
+        of = lambda baseline: ap.value_and_grad(lambda tape, m: program(tape, m, x, baseline), lanes)(key, 0.0)
+        return jnp.array([of("leave_one_out"), of(None)])
+
+    found = jax.jit(jax.vmap(estimates))(jax.random.split(KEY, 1_000))
+    exact = np.array([3.1671e-5, 1.3383e-4])  # the probability, and the density at 4
+    error = np.std(found, axis=0) / np.sqrt(len(found))
+    np.testing.assert_array_less(np.abs(np.mean(found, axis=0) - exact), 4 * error)
+    np.testing.assert_array_less(error[0], 1.05 * error[1])
+
+
 _gammas = lambda a, b: dist.Gamma(a[:, None] * jnp.ones(2), b).to_event(1)
 
 

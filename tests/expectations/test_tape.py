@@ -124,7 +124,7 @@ def test_parts_are_charged_with_their_own_costs_and_the_lane_with_all():
 
 def test_an_author_of_nodes_adds_a_port_with_an_arithmetic_of_its_own():
     """The message is the sum of the squares of later costs; it fades with credit, and branches add up."""
-    corrects = lambda cost, shaped, p, folds: jax.lax.stop_gradient(cost) ** 2 * p
+    corrects = lambda cost, shaped, p, plan: jax.lax.stop_gradient(cost) ** 2 * p
     squares = Port("squares", (4,), Arithmetic(corrects=corrects, fades=jnp.multiply))
 
     def listen(tape, parameter):
