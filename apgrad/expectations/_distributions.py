@@ -126,6 +126,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
         if not supports.have_one_support(supports.components_of(part)):
             refuse(f"the supports of the components of {type(part).__name__} are not known to be one fixed interval")
     with standard_promotion():
+        univariate = _as_sampled(univariate)
         for _ in range(3):
             x = x - (zero_with_gradient(univariate.cdf(x)) / jnp.exp(univariate.log_prob(x))).astype(x.dtype)
     return x
@@ -247,10 +248,18 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
 def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:
     """The log-density of values in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro's has wrong derivatives for logits (`_OfLogits`), and for categorical or multinomial distributions: samples
-    have the probabilities p / sum p, and log p has other derivatives, even if p sums to 1. For large logits, such as
-    sums of log-likelihoods, it is a small difference of large numbers: the largest logit is taken off. With `own`, the
-    values are the distribution's samples, and the derivatives are those of the samples' law, see `_WithEnds`.
+    With `own`, the values are the distribution's samples, and derivatives those of the samples' law, see `_WithEnds`.
+    """
+    return _as_sampled(distribution, own).log_prob(widened(x))
+
+
+def _as_sampled(distribution, own=False):
+    """The distribution, in float32 at least, with the law of its samples and the derivatives of this law.
+
+    NumPyro's log-densities have wrong derivatives for logits (`_OfLogits`), and for categorical or multinomial
+    distributions: samples have the probabilities p / sum p, and log p has other derivatives, even if p sums to 1; the
+    cdf of a mixture has these weights p, too. For large logits, such as sums of log-likelihoods, log p is a small
+    difference of large numbers: the largest logit is taken off.
     """
 
     def as_sampled(part):
@@ -269,11 +278,14 @@ def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array
             part = copy.copy(part)
             part.base_dist = mended(part.base_dist)
             return _Gated(part)
+        if _keeps_log_prob(part, _MIXTURES):
+            return _Mixed(jax.tree.map(as_sampled, part, is_leaf=lambda x: x is not part and mend(x)))
         return _Counts(part) if _keeps_log_prob(part, _COUNTS) else part
 
-    of = (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT, *_GATED, *_COUNTS)
-    mended = lambda tree: jax.tree.map(as_sampled, tree, is_leaf=lambda part: _keeps_log_prob(part, of))
-    return mended(widened(distribution)).log_prob(widened(x))
+    of = (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT, *_GATED, *_MIXTURES, *_COUNTS)
+    mend = lambda part: _keeps_log_prob(part, of)
+    mended = lambda tree: jax.tree.map(as_sampled, tree, is_leaf=mend)
+    return mended(widened(distribution))
 
 
 def _keeps_log_prob(part, classes) -> bool:
@@ -291,6 +303,9 @@ class _OfPart(dist.Distribution):
     @property
     def support(self):  # distributions around it, such as of inflated zeros, ask for it
         return self.part.support
+
+    def cdf(self, value):
+        return self.part.cdf(value)
 
     def __getattr__(self, name):  # a user's distribution around it may read its parameters
         if name == "part":  # copy.copy asks before the copy has a part
@@ -350,6 +365,28 @@ class _Counts(_OfPart):
         else:
             of_none, part.rate = part.concentration * jnp.log1p(-part.probs), 1 / jnp.where(none, 0.5, part.probs) - 1
         return jnp.where(none, of_none, part.log_prob(value))
+
+
+class _Mixed(_OfPart):
+    """A mixture: log p + log(1 + sum of w p_0 / p) for components p_0 whose weight w is 0, and its derivative is not.
+
+    NumPyro's is 0 there, or NaN: a weight that begins at 0 would never move.
+    """
+
+    def log_prob(self, value):
+        part, mixing = copy.copy(self.part), self.part.mixing_distribution
+        if not isinstance(mixing, dist.CategoricalProbs):
+            return part.log_prob(value)
+        none = mixing.probs == 0
+        others = jnp.where(none, 0, mixing.probs)
+        part._mixing_distribution = dist.CategoricalProbs(others)  # which divides them by their sum, of 1
+        density = part.log_prob(value) + zero_with_gradient(jnp.log(jnp.sum(others, axis=-1)))
+        part._mixing_distribution = dist.CategoricalLogits(jnp.zeros_like(mixing.probs))
+        ratio = part.component_log_probs(value) + math.log(part.mixture_size) - density[..., None]
+        none &= jnp.isfinite(ratio)
+        most = math.log(jnp.finfo(density.dtype).max) - 9
+        ratio = jnp.exp(jnp.minimum(jnp.where(none, ratio, 0), most))
+        return density + jnp.log1p(jnp.sum(jnp.where(none, mixing.probs, 0) * ratio, axis=-1))
 
 
 class _WithEnds(_OfPart):
@@ -435,6 +472,7 @@ _UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _UP_TO_A_CONSTANT = (dist.CategoricalLogits, dist.MultinomialLogits)
 _GATED = (dist.ZeroInflatedProbs, dist.HurdleProbs)
+_MIXTURES = (dist.MixtureSameFamily, dist.MixtureGeneral)
 _COUNTS = (dist.Poisson, dist.NegativeBinomialProbs, dist.MultinomialProbs, dist.MultinomialLogits)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,

@@ -47,8 +47,8 @@ def score(
 
     Args:
       tape: the current tape.
-      distribution: the distribution that the expectation is under; its batch shape starts with the lanes. The behaviour
-        must be able to draw whatever this one can.
+      distribution: what the expectation is under; its batch shape starts with the lanes. The behaviour must be able to
+        draw whatever this one can: where it was cut to the top k or top p, set the same logits to -inf here.
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider; a constant to differentiation.

@@ -551,6 +551,39 @@ def test_the_density_of_a_sample_in_half_precision_is_in_float32():
     assert density.dtype == jnp.float32
 
 
+def test_a_mixture_moves_as_its_weights_divided_by_their_sum_say():
+    """dx = - dF / f for the distribution function F and density f, also where a weight is 0."""
+    weights, locations, cdf = jnp.array([0.0, 0.6, 1.4]), jnp.array([0.0, 1.0, 2.0]), jax.scipy.stats.norm.cdf
+    at = lambda w, m: dist.MixtureSameFamily(dist.Categorical(probs=w), dist.Normal(m, 1.0))
+    sample = lambda w, m, key: distributions.pathwise_sample("a sample", at(w, m), key)
+    keys, total = jax.random.split(KEY, 20), jnp.sum(weights)
+    x, slopes = jax.jit(jax.vmap(jax.value_and_grad(sample, (0, 1)), (None, None, 0)))(weights, locations, keys)
+    each = dist.Normal(locations, 1.0).log_prob(x[:, None])
+    of_component, density = cdf(x[:, None] - locations), jnp.exp(each) @ weights
+    expected = (of_component @ weights / total)[:, None] - of_component, weights * jnp.exp(each)
+    for found, exact in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(found, exact / density[:, None], rtol=1e-3, atol=1e-4)
+
+
+def test_the_log_density_of_a_mixture_has_all_derivatives_with_respect_to_weights_of_0():
+    weights, x = jnp.array([0.0, 0.6, 1.4]), jnp.array([-1.0, 0.3, 4.0])
+    locations = jnp.array([0.0, 1.0, 2.0])
+
+    def exact(weights):
+        each = jnp.exp(dist.Normal(locations, 1.0).log_prob(x[:, None]))
+        return jnp.log(each @ (weights / jnp.sum(weights)))
+
+    several = [dist.Normal(location, 1.0) for location in locations]
+    for mixture, parts in ((dist.MixtureSameFamily, dist.Normal(locations, 1.0)), (dist.MixtureGeneral, several)):
+        found = lambda w, mixture=mixture, parts=parts: distributions.log_prob(
+            mixture(dist.Categorical(probs=w), parts), x
+        )
+        for derivative in (lambda f: f, jax.jacfwd, jax.hessian):
+            np.testing.assert_allclose(
+                jax.jit(derivative(found))(weights), derivative(exact)(weights), rtol=2e-4, atol=1e-5
+            )
+
+
 def test_a_mixture_in_half_precision_has_its_pathwise_derivative():
     """A sample moves with both locations. (JAX's distribution functions take no bfloat16.)"""
     ends, even = jnp.array([-1, 1], jnp.bfloat16), dist.Categorical(logits=jnp.zeros(2, jnp.bfloat16))
