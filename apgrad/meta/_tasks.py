@@ -1,7 +1,8 @@
 """Tasks, what an inner learner has to learn, as pure functions of random keys; and inner learners."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -257,7 +258,6 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
     Args:
       make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer. Adam and its
         kin want `eps_root=1e-16` or so: their square root has no derivative at 0, the gradient of a relu that is off.
-        Do without `optax.inject_hyperparams`: it keeps theta of the start, which `truncated` does not differentiate.
       loss: `(params, batch) -> scalar`, whose gradient the optimizer gets; a ValueError if it writes to a parameter.
 
     Example:
@@ -267,9 +267,12 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
       >>> print(learner.step(theta, params, learner.init(theta, params, None), None)[0])
       0.8
     """
+    called = "an optimizer of meta.optimizer", "init(params) and update(gradient, state, params, value=loss)"
 
     def init(theta, params, batch):
-        return make(theta).init(partition(params)[0])
+        rule = make(theta)
+        with optimizing(*called):
+            return rule.init(partition(params)[0])
 
     def step(theta, params, state, batch):
         trained, fixed = partition(params)
@@ -277,7 +280,35 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
         of = lambda trained: unchanged(merge(trained, copied(fixed)))
         value, gradient = jax.value_and_grad(of)(trained)
         rule = optax.with_extra_args_support(make(theta))
-        updates, state = rule.update(gradient, state, trained, value=value, grad=gradient, value_fn=of)
+        with optimizing(*called):
+            state = _with_hyperparameters(state, lambda: rule.init(trained))
+            updates, state = rule.update(gradient, state, trained, value=value, grad=gradient, value_fn=of)
         return merge(optax.apply_updates(trained, updates), fixed), state
 
     return Learner(init, step)
+
+
+def _with_hyperparameters(state, fresh):
+    """The state with theta's hyperparameters, where `optax.inject_hyperparams` keeps those of the start."""
+    injected = lambda s: isinstance(s, optax.InjectHyperparamsState | optax.InjectStatefulHyperparamsState)
+
+    def renewed(old, new):
+        if not injected(old):
+            return old
+        inner = _with_hyperparameters(old.inner_state, lambda: new.inner_state)
+        return old._replace(hyperparams=new.hyperparams, inner_state=inner)
+
+    some = any(map(injected, jax.tree.leaves(state, is_leaf=injected)))
+    return jax.tree.map(renewed, state, fresh(), is_leaf=injected) if some else state
+
+
+@contextlib.contextmanager
+def optimizing(what: str, call: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{what} is called by {call}, and this one takes something else: {error}. Of optax's, lookahead (pairs of "
+            "parameters) and sam cannot train so, nor on an outer gradient a line search (value_fn): give lbfgs a rate "
+            "and linesearch=None."
+        ) from error

@@ -27,6 +27,7 @@ from apgrad._ground.progress import progress_bar
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
 from apgrad.meta._outer import OuterGradient, global_view, strong
 from apgrad.meta._partition import merge, partition
+from apgrad.meta._tasks import optimizing
 
 __all__ = ["Training", "begin", "normalize_tensors", "outer_steps", "tensorboard", "train"]
 
@@ -34,6 +35,7 @@ __all__ = ["Training", "begin", "normalize_tensors", "outer_steps", "tensorboard
 Log = Callable[[int, dict[str, float]], None]
 COLUMNS = ("loss", "gradient_norm")
 HEAD = ",".join(["step", *COLUMNS]) + "\n"
+CALL = "an outer optimizer", "init(theta) and update(gradient, state, theta, value=loss, grad=gradient)"
 ROW = re.compile(r"(\d+)" + r",[\w.+-]+" * len(COLUMNS) + r"\n")
 
 
@@ -80,21 +82,9 @@ def begin(outer: OuterGradient, optimizer: optax.GradientTransformation, theta: 
     zero = jnp.zeros((), int)
     carry = outer.init(theta, carry_key)
     theta = strong(jax.tree.map(jnp.asarray, theta))
-    with _optimizing():
+    with optimizing(*CALL):
         state = optimizer.init(partition(theta)[0])
     return Training(theta, state, carry, key, zero, zero)
-
-
-@contextlib.contextmanager
-def _optimizing():
-    try:
-        yield
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            "an outer optimizer is called by init(theta) and update(gradient, state, theta, value=loss, grad="
-            f"gradient), and this one takes something else: {error}. Of optax's, lookahead (pairs of parameters) and "
-            "a line search (value_fn) cannot train on an outer gradient: give lbfgs a rate and linesearch=None."
-        ) from error
 
 
 def _require_same(before: Any, after: Any) -> None:
@@ -128,7 +118,7 @@ def outer_steps(
         # Where the norm overflows, so do the squares of the optimizer.
         norm = optax.tree.norm(widened(gradient))
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
-        with _optimizing():
+        with optimizing(*CALL):
             update = optax.with_extra_args_support(optimizer).update
             updates, state = update(gradient, training.optimizer, trained, value=loss, grad=gradient)
         _require_same(training.optimizer, state)

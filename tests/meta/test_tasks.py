@@ -188,6 +188,32 @@ def test_an_inner_optimizer_trains_what_an_outer_one_does():
     refused(ValueError, "loss of meta.optimizer .* changes its arguments", step, meta.optimizer(optax.sgd, counts))
 
 
+def test_injected_hyperparameters_are_those_of_theta_at_every_step():
+    """`optax.inject_hyperparams` keeps those of the start, which segments after it do not differentiate."""
+    task, key = meta.sinusoid(sizes=(1, 4, 1)), jax.random.key(0)
+    injected = optax.inject_hyperparams(lambda rate: optax.inject_hyperparams(optax.sgd)(rate, momentum=2 * rate))
+    plain = lambda rate: optax.sgd(rate, momentum=2 * rate)
+
+    def second_segment(make):
+        outer = meta.truncated(meta.inner_problem(task, meta.optimizer(make, task.loss), 4), 2, stagger=False)
+        carry = outer.init(0.1, key)
+        *_, carry = outer.estimate(0.1, key, carry)
+        return outer.estimate(0.2, key, carry)[:2]
+
+    found, expected = jax.jit(lambda: [second_segment(make) for make in (injected, plain)])()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert expected[1] != 0
+
+
+def test_an_inner_optimizer_that_is_called_otherwise_is_refused():
+    task = meta.sinusoid(sizes=(1, 4, 1))
+    sam = lambda rate: optax.contrib.sam(optax.sgd(rate), optax.sgd(rate), opaque_mode=True)
+    for make in (lambda rate: optax.lookahead(optax.sgd(rate), 2, 0.5), sam):
+        problem = meta.inner_problem(task, meta.optimizer(make, task.loss), 2)
+        words = r"optimizer of meta.optimizer is called by init\(params\).*lookahead \(pairs of parameters\) and sam"
+        refused(TypeError, words, jax.eval_shape, lambda key: meta.objective(problem, 0.1, key), jax.random.key(0))  # noqa: B023
+
+
 def test_learning_is_judged_by_mean_and_standard_error_over_tasks():
     """64 tasks by default."""
     task, steps, key, theta = meta.sinusoid(sizes=(1, 20, 1)), 3, jax.random.key(3), jnp.float32(0.01)
