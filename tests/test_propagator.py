@@ -120,7 +120,7 @@ def test_a_closed_over_array_that_would_get_no_message_is_an_error(around, in_ob
         return around(ap.node(ap.Propagator(scale.forward, scale) if in_object else propagator))(x)
 
     for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(lambda t, x: f(jnp.sin(t), x)))):
-        words = r"closes over .* Pass the array to the node as an input"
+        words = r"closes over .* Make the array an argument of the function"
         refused(TypeError, words, g, jnp.float32(3.0), jnp.float32(2.0))
 
 

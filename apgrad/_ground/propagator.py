@@ -173,8 +173,8 @@ class _Residuals:
 
 
 _CLOSURE = (
-    "a propagator's forward closes over an array that is differentiated outside it, which would get no message. Pass "
-    "the array to the node as an input, and return a message for it from backward (None for no message)."
+    "a function closes over an array that is differentiated outside it, which would get no message. Make the array an "
+    "argument of the function: for ap.node, of forward, where backward returns a message for it (None for no message)."
 )
 
 _MAPPED = (

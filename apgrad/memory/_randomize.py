@@ -282,6 +282,8 @@ class StretchWalk:
     def stretch(self, program: Program, live: Sequence[bool], where: str, count: int, make: Any = None) -> Function:
         """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.make` or another function."""
         flags = [*live, *(True for _ in program.consts)]
+        # The node takes them as inputs: where it closes over what is differentiated, that gets no message.
+        consts, program = program.consts, Program(program.jaxpr, ())
 
         def plain(*inputs):
             return _evaluated(program, inputs)
@@ -294,7 +296,7 @@ class StretchWalk:
             return send(made, key, memory, messages)
 
         call = remembering(len(flags), plain, forward, backward)
-        return lambda key, *inputs: call(key, *inputs, *program.consts)
+        return lambda key, *inputs: call(key, *inputs, *consts)
 
     def plan(self, make: Callable[..., MemoryPlan], program: Program, *rest: Any) -> MemoryPlan:
         index = id(program.jaxpr), *map(tuple, rest[:2]), rest[2]

@@ -65,7 +65,7 @@ _REMEDIES = {"round to 8 bits": rounding(8), "round to 4 bits": rounding(4), "sa
 
 
 def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
-    """What reverse mode of `function(*args)` remembers with respect to all its floating-point arguments.
+    """What reverse mode of `function(*args)` remembers on the device, for all its floating-point arguments.
 
     Args:
       function: any JAX function.
@@ -93,7 +93,8 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
     found = {}
     for v, taken in zip(jaxpr.outvars, back.jaxpr.invars, strict=False):
         origin = _origin(v, index(jaxpr))
-        if isinstance(origin, Literal) or origin in free or v in found or origin in found:
+        host = v.aval.memory_space == jax.memory.Space.Host  # where a checkpoint policy has moved it
+        if host or isinstance(origin, Literal) or origin in free or v in found or origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
         name, line, count, work = _maker_of(keep, jaxpr, index)

@@ -14,7 +14,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
 from tests.memory import unbiased
-from tests.memory.unbiased import KEY, Own, assert_exact, assert_unbiased, normal, remembered
+from tests.memory.unbiased import KEY, Own, assert_exact, assert_unbiased, computed_again, normal, remembered
 from tests.tracing import models
 
 R = ap.memory
@@ -135,6 +135,32 @@ def test_gradients_of_different_arguments_do_not_mix(wrap):
     chex.assert_trees_all_close(some(1.0)[0], few(1.0)[0], rtol=1e-5)
     few, some = jax.vjp(lambda *a: random(KEY, *a), w, x)[1], jax.vjp(lambda x: random(KEY, w, x), x)[1]
     chex.assert_trees_all_close(few(1.0)[1], some(1.0)[0], rtol=1e-5)
+
+
+WAYS = {
+    "as it is": lambda of, xs: of(xs[0]) + of(xs[1]),
+    "jit": lambda of, xs: jax.jit(of)(xs[0]) + of(xs[1]),
+    "scan": lambda of, xs: jax.lax.scan(lambda c, x: (c + of(x), None), 0.0, xs)[0],
+    "vmap": lambda of, xs: jnp.sum(jax.vmap(of)(xs)),
+}
+LEAN = {
+    "as it is": lambda f: f,
+    "sampled": lambda f: functools.partial(ap.randomize(f, R.rounding(32), min_size=8), KEY),
+    "computed again": lambda f: functools.partial(computed_again(f, {"": frozenset()}), KEY),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_function_closes_over_gets_its_gradient(way):
+    """Also the rows, which `jax.vmap` maps, and the weights, which it does not."""
+
+    def loss(lean, w, rows):
+        loop = lambda x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=2)[0]
+        return WAYS[way](lambda x: LEAN[lean](lambda y: jnp.sum(loop(y) * x))(jnp.sin(x)), rows)
+
+    gradients = lambda w, rows: [jax.grad(functools.partial(loss, lean), (0, 1))(w, rows) for lean in LEAN]
+    exact, *found = jax.jit(gradients)(0.5 * normal(0, 8, 8), normal(1, 2, 4, 8))
+    chex.assert_trees_all_close(found, [exact] * 2, rtol=1e-5, atol=1e-6)
 
 
 def test_rounding_is_compiled_without_threefry():

@@ -125,6 +125,20 @@ def test_a_report_names_what_is_kept_and_has_no_ratio_to_nothing():
     assert "-" in row and "e+" not in row and len(row) < 60
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_what_a_policy_moves_to_the_host_is_not_kept_on_the_device(loop):
+    names = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
+    host = jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_offloaded=["hidden"], **names)
+
+    def loss(policy, w, x):
+        block = jax.checkpoint(lambda x: jnp.sin(layer(x, w) @ w), policy=policy)
+        return jnp.sum(jax.lax.scan(lambda x, _: (block(x), None), x, length=2)[0] if loop else block(jnp.sin(x)))
+
+    kept = [[r.nbytes for r in R.residuals(functools.partial(loss, policy), W, X)] for policy in (host, None)]
+    assert kept[0] == kept[1]
+    assert len(R.residuals(functools.partial(loss, jax.checkpoint_policies.everything_saveable), W, X)) > len(kept[0])
+
+
 @pytest.mark.parametrize("residual, temp, told", [(200, 100, True), (100, 200, False), (100, -1, False)])
 def test_where_the_peak_falls_by_less_the_table_says_so(residual, temp, told):
     assert ("ap.memory.plan measures it" in table(residual, temp)) == told
