@@ -1,5 +1,6 @@
 """Bounds against exact values, and the ELBO of NumPyro models beside NumPyro's own."""
 
+import functools
 import itertools
 
 import jax
@@ -384,6 +385,34 @@ def test_sticking_the_landing_has_the_mean_of_the_elbo_with_automatic_guides(nam
         params = svi.get_params(svi.init(KEY))
     elbos = (V.elbo(lanes=10, sticking_the_landing=flag) for flag in (True, False))
     assert_the_same_gradient(*elbos, params, model, guide)
+
+
+class WithoutInverse(numpyro.distributions.transforms.AffineTransform):
+    def _inverse(self, y):
+        raise NotImplementedError("it has no inverse.")
+
+
+def test_a_flow_needs_no_inverse_and_its_density_knows_what_was_rounded():
+    """A sample of a pathwise site comes with what was transformed to it, as in NumPyro's bounds."""
+    transforms = numpyro.distributions.transforms
+
+    def loss(m, step, **options):
+        flow = lambda m: dist.TransformedDistribution(dist.Normal(m, 0.5), step).expand([2]).to_event(1)
+        guide = lambda: numpyro.sample("z", flow(numpyro.param("m", 0.0)))
+        model = lambda: numpyro.sample("z", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        return V.elbo(lanes=4, **options).loss(KEY, {"m": m}, model, guide)
+
+    slope = lambda step: jax.jit(jax.value_and_grad(lambda m: loss(m, step)))
+    ways = [slope(step(0.3, 2.0))(0.7) for step in (WithoutInverse, transforms.AffineTransform)]
+    np.testing.assert_allclose(*ways, rtol=1e-5)
+    # log q of sigmoid(x) is that of x, less log sigmoid'(x), which is -x where the sigmoid is rounded to 1.
+    assert abs(slope(transforms.SigmoidTransform())(20.0)[1] - 2) < 1e-5
+    for options, words in (
+        ({"sticking_the_landing": True}, "score of the site z needs .* no inverse. Leave out sticking_the_landing"),
+        ({"default": ap.likelihood_ratio()}, "the site z: it has no inverse"),
+    ):
+        traced = functools.partial(loss, step=WithoutInverse(0.3, 2.0), **options)
+        refused(TypeError, words, jax.eval_shape, traced, 0.7)
 
 
 def test_sticking_the_landing_refuses_a_support_that_moves():

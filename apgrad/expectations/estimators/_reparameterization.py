@@ -29,7 +29,9 @@ def reparameterization() -> Estimator:
       >>> float(jax.jit(ap.grad(program, lanes=100_000))(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
       5.0
     """
-    pathwise = functools.partial(distributions.pathwise_sample, "reparameterization")
     assumptions = "Costs are continuous in the sample and differentiable almost everywhere; "
     assumptions += "a second derivative needs a continuous first one."
-    return Estimator("reparameterization", pathwise, bias="none", assumptions=assumptions, every_order=True)
+    return Estimator("reparameterization", _PATHWISE, bias="none", assumptions=assumptions, every_order=True)
+
+
+_PATHWISE = functools.partial(distributions.pathwise_sample, "reparameterization")

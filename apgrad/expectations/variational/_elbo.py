@@ -216,21 +216,31 @@ class _Draw(Messenger):
                 self.substituted.add(msg["name"])
             return
         name, distribution, key = msg["name"], msg["fn"], msg["kwargs"]["rng_key"]
-        if several := msg["kwargs"].get("sample_shape"):
+        several = msg["kwargs"].get("sample_shape")
+        if several:
             distribution = distribution.expand((*several, *distribution.batch_shape))
         estimator = self.elbo.choose(name, distribution, key)
         given = None if self.given is None else self.given.get(name)
         try:
             drawn, zero = surrogate(estimator, distribution, key, given)
-        except TypeError as error:
+        except (TypeError, NotImplementedError) as error:
             raise TypeError(f"variational.elbo: the site {name}: {error}") from error
         baseline = None
         if zero is not None:
             zero = distributions.guarded(f"{name} ({estimator.name})", distribution, zero)
             baseline = baselines.evaluate(estimator.baseline, None, (distribution,))["baseline"]
             baseline = None if isinstance(baseline, str) else baseline
+        elif not several and estimator == reparameterization() and _keeps_bases(distribution):
+            # As in NumPyro: log q of a flow needs no inverse then, and no rounding of the sample is in it.
+            drawn, msg["intermediates"] = distribution.sample_with_intermediates(key)
         msg["value"] = drawn if given is None else given
         self.sites[name] = _Site(Static(estimator), _plates(msg), msg["value"], zero, baseline)
+
+
+def _keeps_bases(distribution: Any) -> bool:
+    """Whether samples come with what was transformed to them, which has the derivative of the sample, in float32."""
+    transformed = isinstance(base(distribution), numpyro.distributions.TransformedDistribution)
+    return transformed and distribution.has_rsample and distributions.widened(distribution) is distribution
 
 
 class _OneMinibatch(Messenger):
@@ -267,12 +277,19 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given, noise
                     if prefix == "guide ":
                         why = "was drawn in a scan or cond of NumPyro: write the loop out, or use ap.expectation"
                     raise ValueError(f"variational.elbo: the {prefix}latent site {name} {why}")
-                log_prob = _scaled(site, distributions.log_prob(site["fn"], site["value"]))
+                if site["intermediates"]:
+                    log_prob = _scaled(site, site["fn"].log_prob(site["value"], site["intermediates"]))
+                else:
+                    log_prob = _scaled(site, distributions.log_prob(site["fn"], site["value"]))
                 fixed = not isinstance(base(site["fn"]), numpyro.distributions.Delta)
                 if prefix == "guide " and drawn is not None and (drawn.zero is not None or (elbo.sticking and fixed)):
                     # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
                     distributions.require_unrounded(name, site["fn"], site["value"])
-                    score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
+                    try:
+                        score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
+                    except NotImplementedError as error:
+                        why = f"the score of the site {name} needs what it lacks: {error}"
+                        raise TypeError(f"variational.elbo: {why} Leave out sticking_the_landing.") from error
                     score = distributions.guarded(name, site["fn"], score)
                     free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
                 looped = prefix == "model " and not site["is_observed"] and site.get("_control_flow_done", False)
