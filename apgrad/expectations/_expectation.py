@@ -299,7 +299,7 @@ def _require_own_costs(program, plan, ledger):
         if sizes[axis] > 1 and mixes_entries(program, Mark.DRAWN, (Mark.SCORE, Mark.COST), axis):
             raise ValueError(
                 f"a cost, or the log-density of a later choice, mixes what was drawn for the {sizes[axis]} {they}, by "
-                "a sum, a mean or a maximum over their axis, by drawing, sorting or reversing them, or by broadcasting "
+                "a sum, a mean or a maximum over their axis, by drawing, sorting or moving them, or by broadcasting "
                 f"along another axis; and {scoring} charges the choices of {one} with its own costs alone: the "
                 f"gradient would be wrong. Sum over another axis than that of the {they}, and leave the mean over "
                 f"{they} to ap.expectation. Where a statistic is meant as a constant, as a normalisation may be, give "

@@ -391,6 +391,13 @@ OF_ALL_LANES = {
     "mirrored": lambda x: x[::-1, 0],
     "the elite": lambda x: x[jax.lax.top_k(x[:, 0], 4)[1]][:, 1],
     "kernels": lambda x: jnp.sum(jnp.tanh(x @ x.T), axis=1),
+    "rolled": lambda x: x[:, 0] - jnp.roll(x, 1, axis=0)[:, 1],
+    "less the first's": lambda x: x[:, 0] - x[0, 0],
+    "the last's": lambda x: jnp.full(4, jnp.sum(x[-1:])),
+    "in another order": lambda x: jnp.stack([jnp.sum(x[i]) for i in (1, 0, 2, 3)]),
+    "less the one before": lambda x: jnp.concatenate([x[:1], x[1:] - x[:-1]])[:, 0],
+    "halves in each other's place": lambda x: jnp.concatenate([x[2:] ** 2, x[:2]])[:, 0],
+    "rolled in a branch": lambda x: jax.lax.cond(True, jnp.sin, lambda x: jnp.roll(x, 1), x[:, 1]),
 }
 of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
 OF_ONE_LANE = {name: of_lanes(f) for name, f in BY_ROW.items()}
@@ -398,6 +405,12 @@ OF_ONE_LANE |= {
     "a constant baseline": lambda x: x[:, 0] - jax.lax.stop_gradient(x[:, 0].mean()),
     "all are done": lambda x: jax.lax.while_loop(lambda x: (x < 9).all(), lambda x: x + 1, x)[:, 0],
     "row by row": lambda x: jax.lax.map(jnp.sum, x),
+    "in a loop of Python": lambda x: jnp.stack([jnp.sum(row) for row in x]),
+    "in a loop of Python, row by row": lambda x: jnp.concatenate([jnp.sum(x[i : i + 1], axis=1) for i in range(4)]),
+    "in halves": lambda x: jnp.concatenate([jnp.sin(x[:2]), x[2:4]])[:, 0],
+    "all but the first": lambda x: jnp.concatenate([jnp.zeros(1), x[1:, 0] ** 2]),
+    "the first by itself": lambda x: x.at[0].set(jnp.sin(x[0]))[:, 0],
+    "less the first's held constant": lambda x: x[:, 0] - jax.lax.stop_gradient(x[0, 0]),
     "of its own choice": lambda x: (x**2)[jnp.arange(4), jnp.argmax(x, axis=1)],
     "of its own choice held constant": lambda x: x[jnp.arange(4), jnp.argmax(jax.lax.stop_gradient(x), axis=1)],
     "of choices of all lanes": lambda x: x[jnp.arange(4), jnp.argmax(jax.lax.stop_gradient(x - x.mean(0)), axis=1)],

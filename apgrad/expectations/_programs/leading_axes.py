@@ -56,12 +56,16 @@ def _of_a_step(fact):
     """The fact for one step's part of an array, which lacks the first axis; None if the fact is that axis."""
     if isinstance(fact, Constant):
         return _constant(_of_a_step(fact.fact))
+    if isinstance(fact, Part):
+        return fact if fact.axis is None else None if fact.axis == 0 else fact._replace(axis=fact.axis - 1)
     return fact if not isinstance(fact, int) else fact - 1 if fact else None
 
 
 def _of_all_steps(fact):
     if isinstance(fact, Constant):
         return _constant(_of_all_steps(fact.fact))
+    if isinstance(fact, Part):
+        return fact if fact.axis is None else fact._replace(axis=fact.axis + 1)
     return fact + 1 if isinstance(fact, int) else fact
 
 
@@ -150,6 +154,14 @@ class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` hold
     fact: Any
 
 
+class Part(NamedTuple):
+    """The fact of some entries in a row of an axis, or of one of them without an axis."""
+
+    axis: int | None
+    start: int  # the place of the first one
+    of: int  # how many the axis had
+
+
 class Columns(NamedTuple):  # the facts of an array of indices, one for each number along its last axis
     facts: tuple[Any, ...]
 
@@ -236,7 +248,11 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if name == "any_mapped":
             return None
         if MIXED in facts:
+            if name == "concatenate" and _of_parts(eqn, name, [None if f == MIXED else f for f in facts]) is not None:
+                return MIXED  # beside parts of the axis
             return MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
+        if name == "slice" or any(isinstance(fact, Part) for fact in facts):
+            return _of_parts(eqn, name, facts)
         if _of_all(eqn, facts):
             return MIXED
         axes = {moved_axis(eqn, n, facts[n]) for n in along}
@@ -244,7 +260,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         return axes.pop() if len(axes) == 1 else MIXED if axes and mixes else None
 
     # What a loop hands on or a branch returns is mixed if it may be.
-    rank = lambda fact: rank(fact.fact) - 2 if isinstance(fact, Constant) else {None: 0, MIXED: 4}.get(fact, 3)
+    order = {None: 0, MIXED: 5}
+    rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(f, 3 + isinstance(f, Part))
     join = lambda a, b: max(a, b, key=rank)
     flow(program, [None] * len(program.jaxpr.invars), transfer, join, lambda _: None, _of_a_step, _of_all_steps)
     return found
@@ -256,6 +273,49 @@ _BY_PLACE = kinds.ELEMENTWISE | kinds.PRODUCT | _BY_ELEMENT
 # Each entry of an output of these is a function of entries of the input, whichever they are.
 _OF_EVERY_ENTRY = _BY_PLACE | _REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW
 _OF_EVERY_ENTRY |= {"gather", "dynamic_slice", "slice", "sort", "split"}
+
+
+def _of_parts(eqn, name, facts):
+    """The fact of what an equation makes of parts of an axis, or of an axis that it cuts."""
+    parts = {fact for fact in facts if fact is not None}
+    if len(parts) > 1 and name in _BY_PLACE:
+        return MIXED
+    params, before, after = Parameters(eqn), [v.aval.shape for v in eqn.invars], eqn.outvars[0].aval.shape
+    if name in ("concatenate", "stack"):
+        along = params["dimension"] if name == "concatenate" else params["axis"]
+        sizes = [shape[along] if name == "concatenate" else 1 for shape in before]
+        return _joined(facts, sizes, along if name == "concatenate" else None, along)
+    fact = next(iter(parts), None)
+    if fact is None or len(parts) > 1:
+        return None
+    if name == "slice":
+        whole = fact if isinstance(fact, Part) else Part(fact, 0, before[0][fact])
+        axis = whole.axis
+        if axis is None or before[0][axis] == after[axis]:
+            return fact
+        steps = params["strides"] or [1] * len(after)
+        return whole._replace(start=whole.start + params["start_indices"][axis]) if steps[axis] == 1 else None
+    number = facts.index(fact)
+    if fact.axis is None:
+        return fact if name in _OF_EVERY_ENTRY else None
+    one = before[number][fact.axis] == 1
+    if name in _REDUCTIONS and fact.axis in params["axes"]:
+        return fact._replace(axis=None) if one else MIXED
+    if one and (name == "reshape" or (name == "squeeze" and fact.axis in params["dimensions"])):
+        return fact._replace(axis=None)
+    axis = moved_axis(eqn, number, fact.axis)
+    if axis is None:
+        return None
+    return fact._replace(axis=None if one and after[axis] != 1 else axis)
+
+
+def _joined(facts, sizes, old, new):
+    """The fact of operands joined along the axis `new`, which each has as `old`, or lacks where that is None."""
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    given = [(f, n, start) for f, n, start in zip(facts, sizes, starts, strict=True) if f is not None and n]
+    if not all(isinstance(f, Part) and f.axis in (None, old) and f.of == sum(sizes) for f, _, _ in given):
+        return None
+    return new if all(f.start == start and (f.axis is not None or n == 1) for f, n, start in given) else MIXED
 
 
 def _is_mixed(fact):
