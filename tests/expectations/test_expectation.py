@@ -396,6 +396,7 @@ OF_ALL_LANES = {
     "the last's": lambda x: jnp.full(4, jnp.sum(x[-1:])),
     "in another order": lambda x: jnp.stack([jnp.sum(x[i]) for i in (1, 0, 2, 3)]),
     "less the one before": lambda x: jnp.concatenate([x[:1], x[1:] - x[:-1]])[:, 0],
+    "the one before": lambda x: jnp.pad(x[:-1], ((1, 0), (0, 0)))[:, 0],
     "halves in each other's place": lambda x: jnp.concatenate([x[2:] ** 2, x[:2]])[:, 0],
     "rolled in a branch": lambda x: jax.lax.cond(True, jnp.sin, lambda x: jnp.roll(x, 1), x[:, 1]),
 }
@@ -408,6 +409,7 @@ OF_ONE_LANE |= {
     "in a loop of Python": lambda x: jnp.stack([jnp.sum(row) for row in x]),
     "in a loop of Python, row by row": lambda x: jnp.concatenate([jnp.sum(x[i : i + 1], axis=1) for i in range(4)]),
     "in halves": lambda x: jnp.concatenate([jnp.sin(x[:2]), x[2:4]])[:, 0],
+    "all but the last": lambda x: jnp.pad(x[:-1], ((0, 1), (0, 0)))[:, 0],
     "all but the first": lambda x: jnp.concatenate([jnp.zeros(1), x[1:, 0] ** 2]),
     "the first by itself": lambda x: x.at[0].set(jnp.sin(x[0]))[:, 0],
     "less the first's held constant": lambda x: x[:, 0] - jax.lax.stop_gradient(x[0, 0]),

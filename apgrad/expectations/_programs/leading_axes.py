@@ -299,6 +299,8 @@ def _of_parts(eqn, name, facts):
     if fact.axis is None:
         return fact if name in _OF_EVERY_ENTRY else None
     one = before[number][fact.axis] == 1
+    if name == "pad" and after[fact.axis] == fact.of:
+        return fact.axis if params["padding_config"][fact.axis][0] == fact.start else MIXED
     if name in _REDUCTIONS and fact.axis in params["axes"]:
         return fact._replace(axis=None) if one else MIXED
     if one and (name == "reshape" or (name == "squeeze" and fact.axis in params["dimensions"])):
