@@ -28,7 +28,8 @@ _NEXT = 2**28  # hashed into the next slot's key: above the numbers of words and
 _next_key = jax.jit(hashed)  # traced once
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
-    "Differentiate the function itself, or leave the part that needs two derivatives out of ap.randomize"
+    "Differentiate the function itself, or leave the part that needs two derivatives out of ap.randomize; where its "
+    "gradient is meant as a constant, call jax.lax.stop_gradient on its arguments."
 )
 
 

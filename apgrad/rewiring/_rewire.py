@@ -360,5 +360,6 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
 
 _SECOND = (
     "the backward pass of the site {site} was replaced by ap.rewire, so it is no derivative, and there is no second "
-    "derivative of a rewired function. Use the function itself for second derivatives."
+    "derivative of a rewired function. Use the function itself for second derivatives; where the gradient is meant as "
+    "a constant, call jax.lax.stop_gradient on its arguments."
 )

@@ -152,10 +152,14 @@ class Planner:
         before, name = len(self.taken), step.eqn.primitive.name
         if inside is None:
             programs = jaxprs.inside_of(step.eqn)
-            if any(eqn.primitive.name in PRODUCT for p in programs for eqn in jaxprs.all_equations(p)):
+            equations = [e.primitive.name for p in programs for e in jaxprs.all_equations(p)]
+            if name == "pallas_call" or any(e in PRODUCT for e in equations):
+                label = around.rpartition("/")[2] or "name"
                 raise NotImplementedError(
-                    f"rewire cannot see into the primitive {name!r} ({around or 'at the top'}), and there are products "
-                    "inside. Take a scope or call around it as one site (where=), or leave it out of the function."
+                    f"rewire cannot see into the primitive {name!r} ({around or 'at the top'}), where products may be. "
+                    "Let a rule take the call or jax.named_scope around it as one site, with its usual way back, "
+                    f"ap.rewiring.first_of(rule, ap.rewiring.Rule(lambda site: site.label == {label!r}, lambda site, "
+                    "params: ap.backpropagation(site.function))), or leave it out of the function."
                 )
             if name not in COMBINE:
                 for program in programs:

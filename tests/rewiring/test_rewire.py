@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 
 import apgrad as ap
 from apgrad.rewiring import Rule
@@ -231,6 +232,27 @@ def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     scattered = lambda w, x: jnp.sum(jnp.zeros(3).at[jnp.array([0, 0, 1])].add(w * x) + w)
     halve = ap.rewiring.gradient_reversal("add", strength=-0.5)
     assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
+
+
+def test_a_kernel_that_cannot_be_seen_is_kept_by_a_rule_that_takes_the_call_around_it():
+    def run(kernel, *inputs):
+        return pallas.pallas_call(kernel, out_shape=jax.typeof(inputs[0]), interpret=True)(*inputs)
+
+    def double(x, out):
+        out[...] = 2 * x[...]
+
+    @jax.custom_vjp
+    def flash(x):
+        return run(double, x)
+
+    flash.defvjp(lambda x: (flash(x), None), lambda _, m: (run(double, m),))
+    function = lambda w, x: jnp.sum(jnp.sin(flash(jnp.sin(x @ w)) @ w))
+    dense = rebuilding(("dense",))[0]
+    words = r"cannot see into the primitive 'pallas_call' .*first_of\(.*site.label == 'flash'"
+    refused(NotImplementedError, words, ap.rewire(function, dense), W, X)
+    kept = Rule(lambda site: site.label == "flash", lambda site, params: ap.backpropagation(site.function))
+    rewired = ap.rewire(function, ap.rewiring.first_of(dense, kept))
+    np.testing.assert_allclose(*[jax.jit(jax.grad(f))(W, X) for f in (rewired, function)], rtol=1e-6)
 
 
 def test_modules_that_change_themselves_are_rewired_as_a_function_of_their_state():
