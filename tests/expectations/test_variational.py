@@ -142,8 +142,15 @@ def test_a_score_at_a_sample_that_is_rounded_more_coarsely_than_its_scale_is_nan
     def loss(bound, loc):
         return bound(KEY, dist.Normal(loc, 1e-7), lambda z: -(z**2))
 
-    bounds = V.sticking_the_landing(), V.doubly_reparameterized(2), V.vimco(2), V.leave_one_out(2)
-    found = jax.jit(lambda loc: [jax.value_and_grad(loss, argnums=1)(bound, loc) for bound in bounds])(100.0)
+    def rounded_to_1(bound, loc):
+        flow = dist.TransformedDistribution(dist.Normal(loc, 1.0), dist.transforms.SigmoidTransform())
+        return bound(KEY, flow, dist.Beta(2.0, 2.0).log_prob)
+
+    paths = V.sticking_the_landing(), V.doubly_reparameterized(2), V.importance_weighted(2)
+    both = [(f, b) for b in (*paths, V.vimco(2), V.leave_one_out(2)) for f in (loss, rounded_to_1)]
+    found = jax.jit(lambda loc: [jax.value_and_grad(function, argnums=1)(bound, loc) for function, bound in both])(
+        100.0
+    )
     assert np.isnan(found).all(), found
 
 

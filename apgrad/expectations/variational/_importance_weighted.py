@@ -7,6 +7,7 @@ with respect to the proposal gets relatively noisier (Rainforth et al., 2018): s
 import jax
 
 from apgrad._ground.arguments import whole
+from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.variational._bounds import Bound, draw, log_weights
 
 
@@ -16,7 +17,7 @@ def importance_weighted(samples: int) -> Bound:
     Args:
       samples: K, at least 1; with 1 it is the ELBO.
 
-    A proposal without a pathwise derivative is a `TypeError` at trace time.
+    A proposal without a pathwise derivative is a `TypeError` at trace time. Samples that were rounded make it NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -29,6 +30,10 @@ def importance_weighted(samples: int) -> Bound:
 
     def bound(key, proposal, log_joint):
         z = draw("importance_weighted", key, proposal, samples)
-        return jax.nn.logmeanexp(log_weights("importance_weighted", proposal, log_joint, z), axis=0)
+        weights = log_weights("importance_weighted", proposal, log_joint, z)
+        # Where rounding took from a sample what its density depends on, the score is NaN, and so is the bound.
+        fixed = jax.lax.stop_gradient(proposal)
+        scores = jax.vmap(lambda z: distributions.score("importance_weighted", fixed, z))(z)
+        return jax.nn.logmeanexp(weights + scores, axis=0)
 
     return bound
