@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from apgrad._programs.control import *
-from apgrad._programs.control import nested
+from apgrad._programs.control import nested, scope
 from apgrad._programs.evaluation import *
 from apgrad._programs.evaluation import ApplyEquation, Program, evaluate, opened, run, where_it_stands
 
@@ -64,6 +64,18 @@ def pruned(program: Program) -> Program:
     if all(nested(eqn) is None for eqn in jaxpr.eqns):
         return program
     return Program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], program.consts)
+
+
+def returns_gradient(program: Program) -> bool:
+    """Whether an output is what reverse mode of the program itself has just computed, as of `jax.grad(f)`."""
+    maker = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
+    for eqn in (maker[v] for v in variables(program.jaxpr.outvars) if v in maker):
+        inside = nested(eqn)
+        if "transpose(" in scope(eqn):
+            return True
+        if inside is not None and inside.kind == "call" and returns_gradient(inside.jaxprs[0]):
+            return True
+    return False
 
 
 def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Program:

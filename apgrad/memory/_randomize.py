@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from apgrad._ground.arguments import chosen_numbers, number
 from apgrad._ground.keys import hashed, require_key, spent
-from apgrad._ground.warning import warn
+from apgrad._ground.warning import warn, warn_of_gradient
 from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import Program
 from apgrad.memory._budget import allocate
@@ -157,6 +157,7 @@ def walked(function: Function, walk: Callable[..., Function]) -> Function:
         program, shape = pure.trace("ap.randomize", lambda given: function(*given[0], **given[1]), put, leaves)
         if not any(map(jaxprs.is_inexact, jax.tree.leaves(shape))):
             return function(*args, **kwargs)  # no message comes to integers
+        warn_of_gradient("ap.randomize", program)
         outputs = walk(jaxprs.pruned(program), [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 

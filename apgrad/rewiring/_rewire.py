@@ -19,7 +19,7 @@ from apgrad._ground.arguments import chosen_numbers, integers, nearest, require_
 from apgrad._ground.keys import require_key, spent
 from apgrad._ground.messages import check_messages, describe, form_of
 from apgrad._ground.propagator import Propagator, first_order, node
-from apgrad._ground.warning import warn
+from apgrad._ground.warning import warn, warn_of_gradient
 from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite
@@ -226,6 +226,7 @@ class Rewired:
             hint = f", or call rewired({before}*args) with what it takes"
             require_call("the function that is rewired", self.function, [f"args[{i}]" for i in range(len(args))], hint)
             raise
+        warn_of_gradient("ap.rewire", program)
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
 

@@ -255,6 +255,19 @@ def test_a_kernel_that_cannot_be_seen_is_kept_by_a_rule_that_takes_the_call_arou
     np.testing.assert_allclose(*[jax.jit(jax.grad(f))(W, X) for f in (rewired, function)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("take", [jax.grad, jax.value_and_grad, lambda f: jax.jit(jax.grad(f))])
+def test_a_gradient_that_is_given_in_place_of_its_function_is_warned_of(take):
+    """It stays as it is; a gradient that the function uses inside is as good as any."""
+    loss = lambda w, x: jnp.sum(jnp.sin(x @ w) @ w)
+    rewired = ap.rewire(take(loss), ap.rewiring.clip_messages(1e-3))
+    random = functools.partial(ap.randomize(take(loss), ap.memory.rounding(bits=4), min_size=0), KEY)
+    for call in (rewired, rewired.init, random):
+        with pytest.warns(UserWarning, match=r"jax.grad\(ap\.(rewire|randomize)\(f, \.\.\.\)\)"):
+            call(W, X)
+    inside = lambda w, x: jnp.sum(jax.grad(loss)(w, x) * w)
+    assert jax.grad(ap.rewire(inside, ap.rewiring.clip_messages(1e-3)))(W, X).shape == W.shape
+
+
 def test_modules_that_change_themselves_are_rewired_as_a_function_of_their_state():
     for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
         graph, params, state = nnx.split(nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), layer), nnx.Param, ...)
