@@ -67,7 +67,7 @@ def pruned(program: Program) -> Program:
 
 
 def returns_gradient(program: Program) -> bool:
-    """Whether an output is what reverse mode of the program itself has just computed, as of `jax.grad(f)`."""
+    # Whether an output is what reverse mode of the program itself has just computed, as of jax.grad(f).
     maker = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
     for eqn in (maker[v] for v in variables(program.jaxpr.outvars) if v in maker):
         inside = nested(eqn)
