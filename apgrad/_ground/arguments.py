@@ -41,15 +41,10 @@ def number(what: str, value: Any, *, positive: bool = False, signed: bool = Fals
         raise ValueError(f"{what} must be a finite number{bound}, got {value!r}")
 
 
-def bounds(what: str, value: Any) -> None:
-    """Refuses what is not a pair of finite numbers, the lower one first; traced numbers pass."""
-    try:
-        low, high = value
-        good = meets((low, high), lambda x: x.ndim == 1 and np.all(np.isfinite(x)) and x[0] <= x[1])
-    except (TypeError, ValueError):
-        good = False
-    if not good:
-        raise ValueError(f"{what} must be two finite numbers, the lowest and the highest, got {value!r}")
+def require_one_of(choices: Collection[Any], **options: Any) -> None:
+    for name, value in options.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}")
 
 
 def require_call(what: str, function: Callable[..., Any], names: Sequence[str], hint: str = "") -> None:
@@ -127,5 +122,5 @@ def meets(value: Any, condition: Callable[[np.ndarray], Any]) -> bool:
         return bool(known.dtype.kind not in "cSUT" and np.all(condition(known)))
     except jax.errors.TracerArrayConversionError:
         return True
-    except TypeError:  # not a number, such as None or a function
+    except (TypeError, ValueError):  # not numbers, such as None or a function, or lists of unequal lengths
         return False

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from apgrad import mplp
-from apgrad._ground.arguments import bounds, meets, number, whole
+from apgrad._ground.arguments import meets, number, require_one_of, whole
 from apgrad._programs import pure
 from apgrad.meta._partition import copied, merge, partition
 from apgrad.meta.data import Images
@@ -142,7 +142,8 @@ def sinusoid(
     whole("held_out", held_out)
     if len(sizes) < 2 or sizes[0] != 1 or sizes[-1] != 1:
         raise ValueError(f"a sinusoid has one input and one output: sizes=(1, ..., 1), got {tuple(sizes)}")
-    bounds("amplitude", amplitude)
+    if not meets(amplitude, lambda pair: pair.shape == (2,) and np.isfinite(pair).all() and pair[0] <= pair[1]):
+        raise ValueError(f"amplitude must be two finite numbers, the lowest and the highest, got {amplitude!r}")
     network, prior = mlp(sizes, activation, mplp.squared_error, deviation=deviation)
 
     def draw(key):
@@ -185,8 +186,7 @@ def images(
       split: where held-out images are drawn from: "train", as in meta-training, or "test".
       deviation: standard deviation of the prior, or None; see `mlp`.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    require_one_of(("train", "test"), split=split)
     whole("batch", batch)
     whole("held_out", held_out)
     for labels in (data.y_train, data.y_test):

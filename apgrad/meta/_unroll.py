@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad import mplp
-from apgrad._ground.arguments import number, whole
+from apgrad._ground.arguments import number, require_one_of, whole
 from apgrad._ground.messages import describe, tuple_of
 from apgrad.meta._partition import copied
 from apgrad.meta._tasks import Learner, Task
@@ -28,6 +28,7 @@ __all__ = ["Evaluation", "Inner", "Problem", "WithPrior", "batch_entropy", "entr
 __all__ += ["inner_problem", "objective", "run"]
 
 EntropyForm = Literal["reference", "paper"]
+ENTROPY = {"reference": 1.0, "paper": 1e-5}  # what is added to the variances
 
 
 class Problem(NamedTuple):
@@ -100,7 +101,7 @@ def inner_problem(
         number(name, weight)
     if not (hint or held_out or batch_entropy):
         raise ValueError("the weights hint, held_out and batch_entropy are all 0: there is nothing to minimise")
-    entropy_constant("entropy_form", entropy_form)
+    require_one_of(ENTROPY, entropy_form=entropy_form)
 
     def parts(theta):
         if learn_prior and not isinstance(theta, WithPrior):
@@ -310,18 +311,12 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
       >>> ap.meta.batch_entropy(network, prior(jax.random.key(0)), jnp.ones((4, 2))).tolist()  # equal inputs: H is 0
       [0.0]
     """
-    constant = entropy_constant("form", form)
+    require_one_of(ENTROPY, form=form)
     entropies = []
     for layer, (_, value) in zip(network.layers, network.layer_outputs(params, x), strict=True):
         if layer.kind == "activation":
             variance = jnp.var(value, axis=0)
-            entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
+            entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + ENTROPY[form])) / 2)
     if not entropies:
         raise ValueError("batch entropy is that of layers of the kind 'activation', and the network has none")
     return jnp.stack(entropies)
-
-
-def entropy_constant(what: str, form: EntropyForm) -> float:
-    if form not in ("reference", "paper"):
-        raise ValueError(f"{what} must be 'reference' or 'paper', got {form!r}")
-    return 1.0 if form == "reference" else 1e-5

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import require_one_of, whole
 
 
 class _Source(NamedTuple):
@@ -99,8 +99,7 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
     """
     if name == "digits":
         return _digits("")
-    if name not in SOURCES:
-        raise ValueError(f"name must be one of the data sets {['digits', *SOURCES]}, got {name!r}")
+    require_one_of(("digits", *SOURCES), name=name)
     source = SOURCES[name]
     arrays = _stored(source, folder)
     if arrays is None and or_digits:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad._ground.arguments import integers, number, per_axis, whole
+from apgrad._ground.arguments import integers, number, per_axis, require_one_of, whole
 from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs.jaxprs import has_own_rule, trace
@@ -218,8 +218,7 @@ def fork(signal: Signal, n: int, aggregate: Literal["sum", "mean"] = "mean") -> 
     """
     require_signals("mplp.fork", [signal])
     n = whole("n of fork, a number of signals,", n)
-    if aggregate not in ("sum", "mean"):
-        raise ValueError(f'aggregate of fork must be "sum" or "mean", got {aggregate!r}')
+    require_one_of(("sum", "mean"), aggregate=aggregate)
 
     def backward(_, messages):
         value, message = jax.tree.map(lambda *each: jnp.sum(jnp.stack(each), axis=0), *messages)

@@ -89,12 +89,6 @@ class MadeForSites(nnx.Module):
         return self.places[key]
 
 
-def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
-    for name, value in options.items():
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
 def require_sizes(least: int, **sizes: Any) -> None:
     for name, value in sizes.items():
         whole(name, value, least, LARGEST)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from apgrad._ground.arguments import noted
+from apgrad._ground.arguments import noted, require_one_of
 from apgrad._ground.messages import describe
 from apgrad._ground.port import Signal
 from apgrad.mplp import _nodes as nodes
@@ -197,6 +197,7 @@ def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
             f"from_nnx and to_nnx take an nnx.Sequential, got {type(model).__name__}. A network of another shape is a "
             "function (places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
         )
+    require_one_of(("number", "role"), names=how)
     found = _flatten(model)
     kinds = [made.kind for _, made in found]
     names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]
@@ -210,8 +211,6 @@ def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
             )
         for n, i in enumerate(roles):
             names[i] = {0: "dense_in", len(roles) - 1: "dense_out"}.get(n, f"{kinds[i]}_{n // 2}")
-    elif how != "number":
-        raise ValueError(f"names must be 'number' or 'role', got {how!r}")
     first: dict[int, str] = {}
     own = lambda part, name: first.setdefault(id(part), name) if isinstance(part, nnx.Module) else name
     return [(own(part, name), part, made) for name, (part, made) in zip(names, found, strict=True)]

@@ -22,7 +22,7 @@ import numpy as np
 from scipy import special
 
 from apgrad._ground import bias
-from apgrad._ground.arguments import number
+from apgrad._ground.arguments import number, require_one_of
 from apgrad.testing._moments import STANDARD_ERRORS, Moments, draw, moments_of
 from apgrad.testing._transformable import nearby, stacked
 
@@ -121,8 +121,7 @@ def certify(
         pass  scan        the same
         pass  keys        a function of the key; no key is used twice
     """
-    if order not in (1, 2):
-        raise ValueError(f"certify tests orders 1 and 2, got order={order!r}")
+    require_one_of((1, 2), order=order)
     if order == 2 and not callable(truth):
         raise ValueError("order=2 needs the exact expectation as a function, to differentiate it twice")
     for what, bound in {"resolution": resolution, "rtol": rtol}.items():

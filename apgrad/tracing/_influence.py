@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import require_one_of, whole
 from apgrad._ground.norms import real_dtype
 from apgrad._programs import jaxprs
 from apgrad.tracing._interpreter import Context
@@ -137,8 +137,7 @@ def influence(
 
 
 def require_options(kind: Any, depth: Any = None) -> None:
-    if kind not in SEMIRINGS:
-        raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
+    require_one_of(SEMIRINGS, kind=kind)
     if depth is not None:
         whole("depth, a number of names counted from the outside,", depth)
 

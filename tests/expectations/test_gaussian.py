@@ -198,4 +198,4 @@ def test_resampling_next_to_likelihood_ratio_credit_is_refused(estimator, order)
 
 
 def test_a_derivative_that_is_not_known_is_refused():
-    refused(ValueError, "'shaped' or 'raw'", ap.gaussian_shaping, "both")
+    refused(ValueError, "pathwise must be one of", ap.gaussian_shaping, "both")

@@ -166,7 +166,7 @@ def test_images_fall_back_to_digits(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
     found = meta.data.load_bytes("mnist", or_digits=True)
     assert found.name == "digits" and found.description.startswith("digits IN PLACE OF mnist")
-    refused(ValueError, "one of the data sets", meta.data.load_bytes, "imagenet", or_digits=True)
+    refused(ValueError, "name must be one of", meta.data.load_bytes, "imagenet", or_digits=True)
 
 
 def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():

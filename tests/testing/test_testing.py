@@ -361,7 +361,7 @@ SHAPED = {"max_variance": np.ones(5), "num_estimates": 2}
 BOUNDS = [(name, "must be a finite number above 0", (np.inf, np.nan, -1.0)) for name in ("resolution", "rtol")]
 BOUNDS += [("batch_size", "must be an integer of at least 1", (0, -3))]
 NOTHING_TO_TEST = [
-    (truth, THETA, {"order": 3}, ValueError, "orders 1 and 2"),
+    (truth, THETA, {"order": 3}, ValueError, "order must be one of"),
     (0.1, THETA, {"order": 2}, ValueError, "exact expectation as a function"),
     (truth, THETA, {"max_variance": np.inf}, ValueError, "max_variance of certify must be finite"),
     (truth, THETA, SHAPED, ValueError, "max_variance .* of shape .* got array"),

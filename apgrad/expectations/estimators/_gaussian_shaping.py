@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from apgrad._ground.arguments import require_one_of
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations._ports import charge_shaped
 
@@ -53,8 +54,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
       >>> float(jax.jit(ap.grad(program, lanes=10_000))(jax.random.key(0), 2.0)).__round__()
       4
     """
-    if pathwise not in ("shaped", "raw"):
-        raise ValueError(f"gaussian_shaping: pathwise must be 'shaped' or 'raw', got {pathwise!r}")
+    require_one_of(("shaped", "raw"), pathwise=pathwise)
 
     def shaping(key, cost_function, *args):
         x, unravel = ravel_lanes("gaussian_shaping", args)

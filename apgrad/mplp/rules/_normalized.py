@@ -38,10 +38,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from apgrad._ground.arguments import meets, whole
+from apgrad._ground.arguments import meets, require_one_of, whole
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Shared, Site
 from apgrad.mplp._reach import warn_of_updates
-from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes, role
+from apgrad.mplp._rule_options import MadeForSites, first_sites, require_sizes, role
 from apgrad.mplp._rule_parts import NORMAL, Corrected, Fixed, Mlp, uncorrected
 from apgrad.mplp.rules import _whitening as whitening
 

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from apgrad._ground.arguments import meets
+from apgrad._ground.arguments import meets, require_one_of
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import MadeForSites, require_one_of, require_sizes
+from apgrad.mplp._rule_options import MadeForSites, require_sizes
 from apgrad.mplp._rule_parts import Fixed, Gru, Mlp, in_chunks
 from apgrad.mplp._step import Network, init_state, inner_step, scan_steps, sites
 
@@ -68,7 +68,7 @@ class PerSynapse(MadeForSites):
         gradient: bool = False,
         rngs: nnx.Rngs,
     ):
-        require_one_of(tuple(CELLS), cell=cell)
+        require_one_of(CELLS, cell=cell)
         require_one_of((False, True, "all"), share=share)
         require_one_of((False, True), gradient=gradient)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from apgrad._ground.arguments import number
+from apgrad._ground.arguments import number, require_one_of
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes, role
+from apgrad.mplp._rule_options import MadeForSites, first_sites, require_sizes, role
 from apgrad.mplp._rule_parts import NORMAL, Corrected
 from apgrad.mplp.rules import _whitening as whitening
 

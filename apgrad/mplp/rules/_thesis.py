@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from apgrad._ground.arguments import number
+from apgrad._ground.arguments import number, require_one_of
 from apgrad.mplp._protocol import Answer, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes
+from apgrad.mplp._rule_options import MadeForSites, first_sites, require_sizes
 from apgrad.mplp._rule_parts import Fixed, Mlp, beside, in_chunks, split
 
 CHUNK = 2**17  # hidden units computed at once: three times as fast as all of them (measured, CPU, 80 hidden units)
