@@ -101,18 +101,26 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     return numbers
 
 
-def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
+def unlike(tree: Any, kind: Any = jnp.floating) -> str:
+    """The path and the dtype or type of a pytree's first leaf that is no number or array of the kind; else empty."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         is_array = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
         if not (is_array and jnp.issubdtype(jnp.result_type(leaf), kind)):
             found = f"has dtype {jnp.result_type(leaf)}" if is_array else f"is no array but a {type(leaf).__name__}"
-            if not path and is_array and jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
-                raise TypeError(f"{what} {found}, {reason}. Give it as floating point, such as 1.0 in place of 1.")
-            raise TypeError(
-                f"{what}{jax.tree_util.keystr(path)} {found}, {reason}. Leave the argument out of argnums, or "
-                "differentiate its parameters alone: `graph, params, rest = nnx.split(module, nnx.Param, ...)`, and in "
-                "the function `nnx.merge(graph, params, rest, copy=True)`; with Equinox `eqx.partition`."
-            )
+            return f"{jax.tree_util.keystr(path)} {found}"
+    return ""
+
+
+def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
+    if found := unlike(tree, kind):
+        do = (
+            "Leave the argument out of argnums, or differentiate its parameters alone: `graph, params, rest = "
+            "nnx.split(module, nnx.Param, ...)`, and in the function `nnx.merge(graph, params, rest, copy=True)`; with "
+            "Equinox `eqx.partition`."
+        )
+        if found.startswith((" has dtype int", " has dtype uint")):
+            do = "Give it as floating point, such as 1.0 in place of 1."
+        raise TypeError(f"{what}{found}, {reason}. {do}")
 
 
 def meets(value: Any, condition: Callable[[np.ndarray], Any]) -> bool:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from apgrad._ground.arguments import unlike
 from apgrad.mplp._sequential import tied
 
 
@@ -54,14 +55,11 @@ def value_and_gradient(loss: Callable[[Any], Any], theta: Any, *, has_aux: bool 
 
 
 def require_trainable(theta: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(partition(theta)[0]):
-        dtype = getattr(leaf, "dtype", type(leaf))
-        if not (isinstance(leaf, float) or (hasattr(leaf, "dtype") and jnp.issubdtype(dtype, jnp.floating))):
-            raise TypeError(
-                f"what is meta-trained are floating-point numbers, but theta{jax.tree_util.keystr(path)} is "
-                f"{getattr(dtype, '__name__', dtype)}. Write 2 as 2.0, put a number that stays fixed into an "
-                "nnx.Variable, and let your functions close over anything else."
-            )
+    if found := unlike(partition(theta)[0]):
+        raise TypeError(
+            f"what is meta-trained are floating-point numbers, and theta{found}. Write 2 as 2.0, put a number that "
+            "stays fixed into an nnx.Variable, and let your functions close over anything else."
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(theta):
         if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
             raise TypeError(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax.flatten_util import ravel_pytree
 
-from apgrad._ground.arguments import number, whole
+from apgrad._ground.arguments import number, unlike, whole
 from apgrad.expectations._expectation import expectation
 from apgrad.expectations._stochastic import stochastic
 from apgrad.expectations.estimators._estimator import Estimator, Mixer
@@ -59,12 +59,9 @@ def perturbed(
             begin = problem.init(theta, task)
             many = lambda x: jnp.broadcast_to(x, (tape.lanes, *jnp.shape(x)))
             state = jax.tree.map(many, begin)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(take(begin)):
-                if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                    raise TypeError(
-                        f"noise is added to floating-point numbers, but the state{jax.tree_util.keystr(path)} is "
-                        f"{jnp.result_type(leaf)}. Say by the problem's `perturb` which part of the state gets noise."
-                    )
+            if found := unlike(take(begin)):
+                do = "Say by the problem's `perturb` which part of the state gets noise."
+                raise TypeError(f"noise is added to floating-point numbers, and the state{found}. {do}")
             _, unravel = ravel_pytree(take(begin))
 
             @noisy

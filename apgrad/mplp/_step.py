@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import unlike, whole
 from apgrad._ground.port import port
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import require_undivided, trace
@@ -78,10 +78,8 @@ def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch
       TypeError: at trace time, if the network depends on a parameter in another way than through its messages (outside
         the loss nodes, or by a `.value` that enters again), from which nothing would be learned.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            name = jax.tree_util.keystr(path)
-            raise TypeError(f"parameters are floating point, got params{name} of dtype {jnp.result_type(leaf)}")
+    if found := unlike(params):
+        raise TypeError(f"parameters are floating point, and params{found}")
     if not isinstance(state, dict):
         raise TypeError(f"a rule's state is a dictionary that mplp.init_state makes, got {type(state).__name__}")
     params = jax.tree.map(strong, params)

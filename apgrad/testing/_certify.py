@@ -22,7 +22,7 @@ import numpy as np
 from scipy import special
 
 from apgrad._ground import bias
-from apgrad._ground.arguments import number, require_one_of
+from apgrad._ground.arguments import number, require_one_of, unlike
 from apgrad.testing._moments import STANDARD_ERRORS, Moments, draw, moments_of
 from apgrad.testing._transformable import nearby, stacked
 
@@ -128,10 +128,8 @@ def certify(
         number(what, bound, positive=True)
     if not all(np.isfinite(limit).all() for limit in jax.tree.leaves(max_variance)):
         raise ValueError(f"max_variance of certify must be finite, or it claims nothing; got {max_variance}")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args[:1]):
-        dtype, name = jnp.result_type(leaf), f"args{jax.tree_util.keystr(path)}"
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {dtype}: give it in floating point, in which it can be differentiated")
+    if found := unlike(args[:1]):
+        raise TypeError(f"args{found}: give it in floating point, in which it can be differentiated")
     key = jax.random.key(0, impl="threefry2x32") if key is None else key
     if "rbg" in str(jax.random.key_impl(key)):
         raise ValueError('keys of "rbg" draw other numbers under vmap: give jax.random.key(0, impl="threefry2x32")')

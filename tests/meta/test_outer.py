@@ -256,10 +256,10 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
             jnp.ones(()),
         ),
         (r"step returns the pair \(state, loss\), got an array", LINE._replace(step=lambda th, s: s), jnp.ones(())),
-        (r"theta\['n'\] is int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
-        (r"theta\['n'\] is int\b", LINE, {"x": 1.0, "n": 1}),
-        (r"theta\['n'\] is str", LINE, {"x": 1.0, "n": "relu"}),
-        (r"theta is bool", LINE, jnp.ones(2, bool)),
+        (r"theta\['n'\] has dtype int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
+        (r"theta\['n'\] has dtype int32", LINE, {"x": 1.0, "n": 1}),
+        (r"theta\['n'\] is no array but a str", LINE, {"x": 1.0, "n": "relu"}),
+        (r"theta has dtype bool", LINE, jnp.ones(2, bool)),
         (r"theta is complex64", LINE, jnp.ones(2, complex)),
     ]
     for message, problem, theta in cases:
@@ -332,7 +332,7 @@ def test_noise_is_added_to_floating_point_numbers_alone():
     step = lambda theta, s: ({"x": theta * s["x"], "n": s["n"] + 1}, s["x"] ** 2)
     problem = meta.Problem(lambda th, key: {"x": jnp.ones(()), "n": 0}, step, lambda th, s: s["x"] ** 2, 2)
     args = jnp.float32(1.0), jax.random.key(0)
-    refused(TypeError, r"the state\['n'\] is int32", jax.eval_shape, meta.perturbed(problem), *args)
+    refused(TypeError, r"the state\['n'\] has dtype int32", jax.eval_shape, meta.perturbed(problem), *args)
     part = (lambda s: s["x"], lambda s, x: s | {"x": x})
     jax.eval_shape(meta.perturbed(problem._replace(perturb=part), unrolls=2), *args)
 

@@ -387,7 +387,7 @@ def test_a_network_that_does_not_fit_is_refused():
     for metrics in ({"loss": jnp.zeros(())}, jnp.zeros(())):
         other = lambda *args, m=metrics: (network(*args), m)
         refused(ValueError, '"loss", which is the loss itself', backward(right, other), params, EMPTY, batch)
-    words, integers = r"are floating point, got params\['w'\] of dtype int32", {"w": jnp.ones(2, jnp.int32)}
+    words, integers = r"are floating point, and params\['w'\] has dtype int32", {"w": jnp.ones(2, jnp.int32)}
     refused(TypeError, words, backward(right, network), integers, {}, batch)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from apgrad._ground.arguments import require_one_of
+from apgrad._ground.arguments import require_one_of, unlike
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations._ports import charge_shaped
 
@@ -83,9 +83,8 @@ def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], 
     The rows are differences from the first lane, so that what does not vary has no variance by rounding, in units of
     each component's range, so that squares stay within the dtype.
     """
-    for leaf in jax.tree.leaves(tree):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
+    if found := unlike(tree):
+        raise TypeError(f"{what} fits a Gaussian to floating-point states, and the state{found}")
     rows = jax.vmap(lambda lane: ravel_pytree(lane)[0])(tree)
     unravel = jax.vmap(ravel_pytree(jax.tree.map(lambda leaf: leaf[0], tree))[1])
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
