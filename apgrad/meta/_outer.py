@@ -5,7 +5,6 @@ steps for each estimate, whose loss and gradient are on average K/T of the unrol
 plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from apgrad._ground.norms import rescaled
 from apgrad._programs import pure
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
+from apgrad.mplp._places import strong
 
 __all__ = ["OuterGradient", "average", "batched", "clipped", "forward_mode", "reverse_mode", "truncated"]
 
@@ -49,7 +49,8 @@ class OuterGradient:
           key: PRNG key of the start.
         """
         require_trainable(theta)
-        return strong(self._init(theta, key))
+        # A step removes weak types, so that the second step would be compiled again.
+        return jax.tree.map(strong, self._init(theta, key))
 
     def estimate(self, theta: Any, key: jax.Array, carry: Any) -> Estimate:
         """Loss, gradient, with zeros for what is not trained, and new carry.
@@ -153,12 +154,6 @@ def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segm
     """A new task's unroll in place of an unroll that has ended; an unroll that has not ended goes on."""
     fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
     return optax.tree.where(carry.t >= problem.length, fresh, carry)
-
-
-def strong(tree: Any) -> Any:
-    """The arrays without JAX's weak types: a step removes these, and the second step would be compiled again."""
-    weak = lambda x: getattr(x, "weak_type", False)
-    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if weak(x) else x, tree)
 
 
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
@@ -297,7 +292,7 @@ def average(outers: Iterable[OuterGradient], weights: Sequence[float] | None = N
     def estimate(theta, key, carry):
         results = [outer.estimate(theta, jax.random.fold_in(key, i), carry[i]) for i, outer in enumerate(outers)]
         shares = [w / sum(weights) for w in weights]
-        mix = lambda *xs: functools.reduce(jnp.add, [s * x for s, x in zip(shares, xs, strict=True)])
+        mix = lambda *xs: sum(share * x for share, x in zip(shares, xs, strict=True))
         losses, gradients, carries = zip(*results, strict=True)
         trained = [partition(gradient)[0] for gradient in gradients]
         return mix(*losses), jax.tree.map(mix, *trained), carries

@@ -25,9 +25,10 @@ from apgrad._ground.files import locked, write_atomically
 from apgrad._ground.norms import scaled_norm, widened
 from apgrad._ground.progress import progress_bar
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
-from apgrad.meta._outer import OuterGradient, global_view, strong
+from apgrad.meta._outer import OuterGradient, global_view
 from apgrad.meta._partition import merge, partition
 from apgrad.meta._tasks import optimizing
+from apgrad.mplp._places import strong
 
 __all__ = ["Training", "begin", "normalize_tensors", "outer_steps", "tensorboard", "train"]
 
@@ -81,7 +82,7 @@ def begin(outer: OuterGradient, optimizer: optax.GradientTransformation, theta: 
     carry_key, key = jax.random.split(key)
     zero = jnp.zeros((), int)
     carry = outer.init(theta, carry_key)
-    theta = strong(jax.tree.map(jnp.asarray, theta))
+    theta = jax.tree.map(strong, theta)
     with optimizing(*CALL):
         state = optimizer.init(partition(theta)[0])
     return Training(theta, state, carry, key, zero, zero)
