@@ -21,6 +21,9 @@ __all__ = ["Learner", "Task", "accuracy", "images", "message_passing", "mlp", "o
 
 Batch = tuple[jax.Array, jax.Array]
 """Inputs (batch, ...) and targets (batch, D)."""
+Prior = Callable[[jax.Array], Any]
+"""`key -> params`."""
+Activations = Callable[[jax.Array], jax.Array] | Sequence[Callable[[jax.Array], jax.Array]]
 
 
 class Task(NamedTuple):
@@ -36,7 +39,7 @@ class Task(NamedTuple):
     """
 
     network: mplp.Sequential
-    prior: Callable[[jax.Array], Any]
+    prior: Prior
     draw: Callable[[jax.Array], Any]
     batch: Callable[[Any, jax.Array], Batch]
     held_out: Callable[[Any, jax.Array], Batch]
@@ -44,12 +47,8 @@ class Task(NamedTuple):
 
 
 def mlp(
-    sizes: Sequence[int],
-    activation: Callable[[jax.Array], jax.Array] | Sequence[Callable[[jax.Array], jax.Array]],
-    loss: Callable[..., jax.Array],
-    *,
-    deviation: float | None = 0.05,
-) -> tuple[mplp.Sequential, Callable[[jax.Array], Any]]:
+    sizes: Sequence[int], activation: Activations, loss: Callable[..., jax.Array], *, deviation: float | None = 0.05
+) -> tuple[mplp.Sequential, Prior]:
     """A multilayer perceptron whose places are named by role (see `mplp.from_nnx`), and its prior, `key -> params`.
 
     Args:
@@ -95,7 +94,7 @@ def mlp(
     return network, prior
 
 
-def pool(prior: Callable[[jax.Array], Any], size: int, key: jax.Array) -> Callable[[jax.Array], Any]:
+def pool(prior: Prior, size: int, key: jax.Array) -> Prior:
     """A prior that draws from a fixed pool of parameters, as the published training does.
 
     Args:
@@ -113,7 +112,7 @@ DOMAIN = -5.0, 5.0  # of a sinusoid
 def sinusoid(
     *,
     sizes: Sequence[int] = (1, 20, 20, 1),
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+    activation: Activations = jax.nn.relu,
     amplitude: tuple[float, float] = (0.1, 0.5),
     batch: int = 10,
     held_out: int = 64,
@@ -126,7 +125,7 @@ def sinusoid(
 
     Args:
       sizes: number of inputs, width of each hidden layer, number of outputs.
-      activation: activation function of the hidden layers.
+      activation: the activation function of the hidden layers, or a sequence of one function for each.
       amplitude: lowest and highest a.
       batch: number of points in a minibatch.
       held_out: number of points to judge by, on a grid.
@@ -169,7 +168,7 @@ def images(
     data: Images,
     *,
     hidden: Sequence[int] = (50,),
-    activation: Callable[[jax.Array], jax.Array] | Sequence[Callable[[jax.Array], jax.Array]] = jax.nn.sigmoid,
+    activation: Activations = jax.nn.sigmoid,
     batch: int = 8,
     held_out: int = 64,
     split: Literal["train", "test"] = "train",
