@@ -21,6 +21,11 @@ def form_of(tree: Any) -> Static:
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
 
+def shapes_of(tree: Any) -> Any:
+    """The pytree with `jax.ShapeDtypeStruct`s in place of arrays, for an error's text."""
+    return jax.eval_shape(lambda tree: tree, tree)
+
+
 def numbered(form: Static) -> Any:
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import nearest
-from apgrad._ground.messages import describe, form_of
+from apgrad._ground.messages import describe, form_of, shapes_of
 from apgrad._ground.port import Signal, port, refuse_arithmetic
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs.jaxprs import is_inexact
@@ -216,16 +216,9 @@ def check_answer(site: Site, answer: Any, message_size: int, state: Any, dtype: 
 def _check_state(site: Site, wanted: Any, got: Any, what: str = "the state") -> None:
     if form_of(wanted) != form_of(got):
         raise ValueError(
-            f"{what} at {_describe(site)} should be {_shapes(wanted)}, got {_shapes(got)}. A state belongs to one "
+            f"{what} at {_describe(site)} should be {shapes_of(wanted)}, got {shapes_of(got)}. A state belongs to one "
             "rule, one network and, where the rule remembers each example, one batch size: make it by mplp.init_state."
         )
-
-
-def _shapes(tree: Any) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not leaves:
-        return "empty"
-    return ", ".join(f"{jax.tree_util.keystr(path) or 'an array'} {x.dtype}{list(x.shape)}" for path, x in leaves)
 
 
 def _describe(site: Site) -> str:

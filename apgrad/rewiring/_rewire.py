@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from apgrad._ground.arguments import chosen_numbers, integers, nearest, require_call
 from apgrad._ground.keys import require_key, spent
-from apgrad._ground.messages import check_messages, describe, form_of
+from apgrad._ground.messages import check_messages, describe, form_of, shapes_of
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._ground.warning import warn, warn_of_gradient
 from apgrad._programs import jaxprs, pure
@@ -236,9 +236,8 @@ def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
         raise ValueError(f"rewired.init makes a dictionary with the sites {sorted(wanted)}, got {sorted(params)}")
     for name, mine in params.items():
         if form_of(mine) != form_of(wanted[name]):
-            form = lambda tree: jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
             raise ValueError(
-                f"the rule's parameters at the site {name} are {form(mine)}, where {form(wanted[name])} is "
+                f"the rule's parameters at the site {name} are {shapes_of(mine)}, where {wanted[name]} is "
                 "expected: they were made for other arguments, or by another rule. rewired.init(*args) makes them."
             )
 
@@ -339,9 +338,9 @@ def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
                 f"site {site}. A function f with its usual way back is ap.backpropagation(f)."
             )
         output, memory = propagator.forward(*inputs)
-        got, wanted = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), t) for t in (output, site.output))
-        if got != wanted:
-            raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")
+        if form_of(output) != form_of(site.output):
+            got = shapes_of(output)
+            raise ValueError(f"the rule's forward at the site {site} must return {site.output}, got {got}")
         return (output, port), (key, params, memory)
 
     def backward(memory, message):

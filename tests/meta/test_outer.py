@@ -260,7 +260,7 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
         (r"theta\['n'\] has dtype int32", LINE, {"x": 1.0, "n": 1}),
         (r"theta\['n'\] is no array but a str", LINE, {"x": 1.0, "n": "relu"}),
         (r"theta has dtype bool", LINE, jnp.ones(2, bool)),
-        (r"theta is complex64", LINE, jnp.ones(2, complex)),
+        (r"theta has dtype complex64", LINE, jnp.ones(2, complex)),
     ]
     for message, problem, theta in cases:
         of = lambda key, p=problem, theta=theta: first(ALL[name](p), theta, key)

@@ -369,7 +369,7 @@ def test_a_rule_or_a_state_of_another_network_is_refused():
     short = jax.tree.map(lambda x: x[:3], batch)
     without = {name: s for name, s in state.items() if name != "act"}
     for wrong, given, match in (
-        (state, short, r"'first' .*batch 3.*\[3, 3, 5, 6\].*got .*\[4, 3, 5, 6\].*init_state"),
+        (state, short, r"'first' .*batch 3.*\(3, 3, 5, 6\).*got .*\(4, 3, 5, 6\).*init_state"),
         (without, batch, r"the place 'act', of which the state has nothing; did you mean 'first'"),
         (state | {"more": ()}, batch, r"state has the places \['more'\], the network has only"),
     ):
