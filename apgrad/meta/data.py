@@ -162,8 +162,7 @@ def _download(name, source):
     except Exception as error:  # the network, the server, the cache: each its own exceptions
         raise FileNotFoundError(
             f"{name} is neither in the folder that APGRAD_DATA names ({source.file}, Keras layout) nor to be had from "
-            f"OpenML ({type(error).__name__}: {error}). Put the file there, or use load('digits'), which comes with "
-            "scikit-learn."
+            f"OpenML ({type(error).__name__}: {error}). Put the file there, or use load('digits')."
         ) from error
     x = np.asarray(x).reshape(-1, source.channels, source.side, source.side).transpose(0, 2, 3, 1)
     y, n = np.asarray(y).astype(np.int32), source.train

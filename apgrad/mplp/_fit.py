@@ -153,8 +153,7 @@ def _batches(data: Iterable[Batch], steps: int, loss: Any) -> Iterator[Batch]:
         if here != form:
             raise ValueError(
                 f"all minibatches have one form, since the step is compiled once: the first has (x, y) of {form}, "
-                f"minibatch {count - 1} of {here}. Leave out a smaller minibatch at the end of an epoch, or fill it "
-                "up with examples of another minibatch."
+                f"minibatch {count - 1} of {here}. Leave out a smaller one at the end of an epoch, or fill it up."
             )
         yield batch
     if count < steps:

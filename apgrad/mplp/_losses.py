@@ -90,9 +90,8 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
     if "cross_entropy" in kind and (p.shape == (batch,) or p.shape[-1] == 1):
         raise ValueError(
             f"the loss {place.name!r} ({kind}) takes predictions (batch, ..., classes) of two classes or more, got "
-            f"{p.shape}: a single class is always right. For numbers give loss=mplp.squared_error. For two classes "
-            "give the model two outputs, or write a binary cross-entropy of what mplp.readout reads, such as "
-            "optax.sigmoid_binary_cross_entropy."
+            f"{p.shape}: a single class is always right. For numbers take mplp.squared_error; for two classes give the "
+            "model two outputs, or call optax.sigmoid_binary_cross_entropy with what mplp.readout reads."
         )
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
         do = f"Class labels become targets by jax.nn.one_hot(labels, {p.shape[-1]})."

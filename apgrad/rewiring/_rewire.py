@@ -266,9 +266,8 @@ def _require_taken(what: str, rule: Rule, offered: Sequence[ProgramSite]) -> Non
         names = {part for site in offered for part in site.name.rpartition("[")[0].split("/")}
         raise ValueError(
             f"{what} takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
-            "A name is a site's label, that of a primitive or of a function under jax.jit; for a rule of layers also "
-            "a scope around them, which an NNX model has by ap.tracing.name_modules(model). All are listed by "
-            "rewired.sites(*args)."
+            "rewired.sites(*args) lists them: primitives and functions under jax.jit, and for a rule of layers scopes "
+            "around these too, which an NNX model has by ap.tracing.name_modules(model)."
         )
     if not any(map(rule.where, offered)):
         names = " or ".join(map(repr, getattr(rule.where, "names", ())))
