@@ -1,5 +1,7 @@
 """Primitives by what they do. Any other counts as nonlinear, as differentiable and as no move of elements."""
 
+from collections.abc import Collection
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -71,6 +73,14 @@ LINEAR_IN = {
     "triangular_solve": (1,),
     "tridiagonal_solve": (3,),
 }
+
+
+# Whether a primitive is linear in the operands with these numbers together, while the others are constant.
+def is_linear_in(name: str, numbers: Collection[int]) -> bool:
+    if name in LINEAR_IN_ALL:
+        return name != "select_n" or 0 not in numbers
+    return (name in LINEAR_IN_EACH and len(numbers) == 1) or set(numbers) <= set(LINEAR_IN.get(name, ()))
+
 
 # Elementwise, and linear in messages.
 LINEAR_ELEMENTWISE = _names("add add_any convert_element_type copy div mul neg select_n sub")

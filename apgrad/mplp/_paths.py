@@ -213,11 +213,7 @@ def _made(eqn, facts, together):
     name = eqn.primitive.name
     if not together or name in kinds.NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
-    numbers = kinds.LINEAR_IN.get(name, range(name == "select_n", len(facts)))
-    linear = name in kinds.LINEAR_IN or name in kinds.LINEAR_IN_ALL
-    linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
-    if name in kinds.LINEAR_IN_EACH:
-        linear = sum(bool(fact) for fact in facts) == 1
+    linear = kinds.is_linear_in(name, [i for i, fact in enumerate(facts) if fact])
     if not linear or (_of_signals(together) and name not in ARRANGING):
         return together | _by(NONLINEAR, together)
     return together | _by(_way(eqn), together)

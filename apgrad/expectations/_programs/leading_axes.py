@@ -195,13 +195,9 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
         if MIXED in found or len(found) > 1:
             return MIXED
         (fact,) = found
-        linear = (
-            name in kinds.LINEAR_IN_ALL
-            or (name in kinds.LINEAR_IN_EACH and len(numbers) == 1)
-            or set(numbers) <= set(kinds.LINEAR_IN.get(name, ()))
-        )
+        linear = kinds.is_linear_in(name, numbers)
         if fact == SUM:
-            return SUM if linear and not (name == "select_n" and 0 in numbers) else MIXED
+            return SUM if linear else MIXED
         axes = {moved_axis(eqn, n, fact) for n in numbers}
         if len(axes) == 1 and None not in axes:
             return axes.pop()
