@@ -152,10 +152,8 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
                 "more, the gradient is zero or far off. Keep theta, and all that it enters, in float32 (a cast "
                 "in the step rounds as much), or take a larger sigma."
             )
-    leaves, tree = jax.tree.flatten(trained)
-    keys = jax.random.split(key, max(1, len(leaves)))
-    draws = [normal(k, jnp.shape(x), jnp.result_type(x), sigma) for k, x in zip(keys, leaves, strict=False)]
-    return tree.unflatten(draws)
+    draw = lambda key, shape, dtype: normal(key, shape, dtype, sigma)
+    return optax.tree.random_like(key, jax.tree.map(jnp.asarray, trained), draw)
 
 
 def _add(theta, e, sign):
