@@ -258,7 +258,7 @@ def merged(*facts: int) -> int:
 def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
     if jaxprs.nested(eqn) is not None:
         return None
-    made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else merged(*facts)
+    made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts) else merged(*facts)
     return [made] * len(eqn.outvars)
 
 
@@ -269,13 +269,13 @@ def _kind_and_label(eqn, inside, facts) -> tuple[SiteKind | None, str]:
         return ("elementwise" if _is_elementwise(eqn, inside) else "call") if called else None, inside.label
     if name in PRODUCT:
         layer = "dense" if name == "dot_general" else "conv"
-        return layer if _is_weighted(facts, eqn) else "matmul", name
+        return layer if _is_weighted(facts) else "matmul", name
     if name == "name":
         return "name", jaxprs.Parameters(eqn)["name"]
     return "elementwise" if name in ELEMENTWISE or name in NO_DERIVATIVE else None, name
 
 
-def _is_weighted(facts, eqn):
+def _is_weighted(facts):
     return sorted(map(_is_weight, facts[:2])) == [False, True]
 
 
