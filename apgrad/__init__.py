@@ -17,21 +17,10 @@ if _typing.TYPE_CHECKING:
         testing as testing,
         tracing as tracing,
     )
-    from apgrad._ground.port import Signal as Signal, port as port
-    from apgrad._ground.primitives import (
-        refuse_derivative as refuse_derivative,
-        zero_with_gradient as zero_with_gradient,
-    )
-    from apgrad._ground.propagator import (
-        Propagator as Propagator,
-        backpropagation as backpropagation,
-        chain as chain,
-        combine as combine,
-        first_order as first_order,
-        node as node,
-        skip as skip,
-    )
-    from apgrad.expectations import *  # noqa: F403 (all its names stand here too)
+    from apgrad._ground.port import *
+    from apgrad._ground.primitives import *
+    from apgrad._ground.propagator import *
+    from apgrad.expectations import *
     from apgrad.memory import memory_report as memory_report, randomize as randomize
     from apgrad.rewiring import rewire as rewire, tap as tap, with_taps as with_taps
     from apgrad.tracing import semiring_grad as semiring_grad, trace_gradients as trace_gradients

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import mapped_with
 
+__all__ = ["Signal", "port"]
+
 
 def refuse_arithmetic(cls: Any, instead: str) -> None:
     """Makes `+`, `*` and `@` errors for a pair of value and port: being a tuple, it would be joined or repeated."""

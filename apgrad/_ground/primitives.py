@@ -16,6 +16,8 @@ from jax.interpreters import ad, batching, mlir
 
 from apgrad._programs.jaxprs import is_inexact
 
+__all__ = ["refuse_derivative", "zero_with_gradient"]
+
 
 def zero_with_gradient(x: jax.Array) -> jax.Array:
     """An array of zeros whose derivatives, of any order, are the derivatives of `x`.

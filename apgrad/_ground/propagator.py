@@ -21,6 +21,8 @@ from apgrad._ground.primitives import mapped_with, refuse_derivative
 from apgrad._programs import pure
 from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked, varying
 
+__all__ = ["Propagator", "backpropagation", "chain", "combine", "first_order", "node", "skip"]
+
 
 class Propagator(NamedTuple):
     """A node's two pure functions.
