@@ -27,7 +27,6 @@ from apgrad.expectations._programs.jumps import Jump, jump
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
-from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._discrete import base, relaxable
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, once
@@ -39,7 +38,7 @@ def choose(
     continuation: Callable[..., tuple[Any, Any]],
     estimator: ChoiceEstimator,
     *args: Any,
-    baseline: Baseline = "leave_one_out",
+    baseline: baselines.Baseline = "leave_one_out",
 ) -> tuple[Tape, Any]:
     """Samples a distribution and calls the continuation with the sample; the estimator also calls it at alternatives.
 

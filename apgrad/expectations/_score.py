@@ -27,7 +27,6 @@ from apgrad.expectations._ledger import Ledger
 from apgrad.expectations._ports import STANDARDIZED
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
-from apgrad.expectations.estimators._baselines import Baseline
 
 
 def score(
@@ -36,7 +35,7 @@ def score(
     value: Any,
     *,
     behaviour_log_prob: Any,
-    baseline: Baseline = "leave_one_out",
+    baseline: baselines.Baseline = "leave_one_out",
     parts: bool | None = None,
     mask: Any = None,
 ) -> Tape:

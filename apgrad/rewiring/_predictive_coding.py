@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.propagator import Propagator
 from apgrad._programs import jaxprs
-from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule, rewire
 from apgrad.rewiring._sites import ProgramSite
@@ -87,10 +86,8 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
             values, lower = infer(*inputs)
             message = jnp.where(lower, message, jnp.nan)
             _, pullback = jax.vjp(lambda *inputs: with_values(values, *inputs), *inputs)
-            gradients = pullback(jnp.ones_like(message))
-            return tuple(
-                message.astype(g.dtype) * g if is_inexact(x) else None for x, g in zip(inputs, gradients, strict=True)
-            )
+            sent = lambda x, gradient: message.astype(gradient.dtype) * gradient if jaxprs.is_inexact(x) else None
+            return tuple(map(sent, inputs, pullback(jnp.ones_like(message))))
 
         return Propagator(lambda *inputs: (site.function(*inputs), inputs), backward)
 

@@ -21,7 +21,6 @@ from apgrad._ground.messages import check_messages, describe, form_of, shapes_of
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._ground.warning import warn, warn_of_gradient
 from apgrad._programs import jaxprs, pure
-from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite
 
 
@@ -281,7 +280,7 @@ def _require_taken(what: str, rule: Rule, offered: Sequence[ProgramSite]) -> Non
 
 def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any, rule: Rule, result: Any) -> Any:
     """The output of a plan, `result` its form; the port of a direct rule has its form too, without the integers."""
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_inexact(x) else None
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if jaxprs.is_inexact(x) else None
     empty = jax.tree.map(zeros, result) if rule.direct else None
     summed, structure = jax.tree.flatten(empty)
     fold = lambda key, number: None if key is None else jax.random.fold_in(key, number)

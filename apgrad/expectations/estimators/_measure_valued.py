@@ -34,7 +34,6 @@ from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import BERNOULLI, base, number_of_choices, shape_of_a_sample
 
@@ -84,7 +83,7 @@ def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any
     """For each parameter: the parameter, r, x+ and x-."""
     for kind, pairs in _PAIRS.items():
         if isinstance(one, kind):
-            with standard_promotion():
+            with distributions.standard_promotion():
                 return [(p, r, a.astype(x.dtype), b.astype(x.dtype)) for p, r, a, b in pairs(one, shape, x, key)]
     instead = "Use likelihood_ratio() or rloo() for it; where it is continuous, also reparameterization()."
     raise TypeError(f"measure_valued takes normal, Bernoulli, Poisson and gamma, got {type(one).__name__}. {instead}")
