@@ -94,9 +94,7 @@ def distance(samples: Any, truth: Any, bound: float) -> Distance:
     if any(len(where) for _, where in dense):
         found.append(_largest(dense, level))
     worst = max(found, key=lambda each: (each.off > each.bound, each.off))
-    return worst._replace(
-        visible=max(each.visible for each in found), on_average=any(each.on_average for each in found)
-    )
+    return worst._replace(visible=max(d.visible for d in found), on_average=any(d.on_average for d in found))
 
 
 def _leaves(samples, truth) -> Iterator[_Leaf]:

@@ -179,9 +179,7 @@ _CLOSURE = (
     "argument of the function: for ap.node, of forward, where backward returns a message for it (None for no message)."
 )
 
-_MAPPED = (
-    "backward uses an array of a JAX transformation, such as one that jax.vmap maps: return it from forward as memory"
-)
+_MAPPED = "backward uses an array of a transformation, such as one that jax.vmap maps: return it from forward as memory"
 
 
 def _opened(propagator: Propagator, inputs: Any, named_axes: Sequence[tuple[str, int]]) -> Any:
@@ -195,9 +193,8 @@ def _opened(propagator: Propagator, inputs: Any, named_axes: Sequence[tuple[str,
         (message,) = check_messages((floats,), outputs, dense=True)
         return check_messages(propagator.backward(memory, message), form)
 
-    backward, needed = hoist(
-        answer, memory, jax.tree.map(lambda x: x if is_inexact(x) else None, output), axes=named_axes
-    )
+    floats = jax.tree.map(lambda x: x if is_inexact(x) else None, output)
+    backward, needed = hoist(answer, memory, floats, axes=named_axes)
 
     def with_memory(inputs, outside, needed):
         output, memory = forward(*inputs, *outside)

@@ -58,21 +58,11 @@ LINEAR_IN_ALL = (
 )
 
 # Linear in the operands with these numbers together.
-LINEAR_IN = {
-    "div": (0,),
-    "dynamic_slice": (0,),
-    "dynamic_update_slice": (0, 1),
-    "gather": (0,),
-    "mapped_with": (0,),
-    "scatter": (0, 2),
-    "scatter-add": (0, 2),
-    "scatter-mul": (0,),
-    "scatter-sub": (0, 2),
-    "select_and_scatter_add": (0,),
-    "tap_message": (0,),
-    "triangular_solve": (1,),
-    "tridiagonal_solve": (3,),
-}
+LINEAR_IN = dict.fromkeys(_names("scatter scatter-add scatter-sub"), (0, 2))
+LINEAR_IN |= {"dynamic_update_slice": (0, 1), "triangular_solve": (1,), "tridiagonal_solve": (3,)}
+LINEAR_IN |= dict.fromkeys(
+    _names("div dynamic_slice gather mapped_with scatter-mul select_and_scatter_add tap_message"), (0,)
+)
 
 
 # Whether a primitive is linear in the operands with these numbers together, while the others are constant.

@@ -33,9 +33,7 @@ def surrogate_gradient(
       [1.0, 0.5]
     """
     if derivative is not None and beta is not None:
-        raise ValueError(
-            f"surrogate_gradient takes beta or another derivative, got {beta=} and a derivative: leave out beta"
-        )
+        raise ValueError(f"surrogate_gradient takes beta or a derivative, got {beta=} and a derivative: leave out beta")
     beta = 10.0 if beta is None else beta
     number("beta", beta, positive=True)
     slope = derivative or (lambda v: (1 + beta * jnp.abs(v)) ** -2)
