@@ -47,23 +47,17 @@ class Nested(NamedTuple):
         return lacked, sum(self.counts[:2]) - lacked, self.counts[2]
 
 
-_KINDS: dict[str, tuple[NestedKind, str]] = {
-    "jit": ("call", "jaxpr"),
-    "closed_call": ("call", "call_jaxpr"),
-    "remat2": ("remat", "jaxpr"),
-    "checkpoint": ("remat", "jaxpr"),
-    "custom_jvp_call": ("custom", "call_jaxpr"),
-    "custom_vjp_call": ("custom", "call_jaxpr"),
-}
+_KINDS: dict[str, NestedKind] = {"jit": "call", "closed_call": "call", "remat2": "remat", "checkpoint": "remat"}
+_KINDS |= {"custom_jvp_call": "custom", "custom_vjp_call": "custom"}
 
 
 def nested(eqn: Any) -> Nested | None:
     name, params = eqn.primitive.name, Parameters(eqn)
     try:
         if name in _KINDS:
-            kind, key = _KINDS[name]
+            kind = _KINDS[name]
             options = {n: params[n] for n in ("prevent_cse", "policy")} if kind == "remat" else {}
-            program = opened(params[key])
+            program = opened(params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"])
             label = params.get("name") or getattr(program.jaxpr.debug_info, "func_name", None) or name
             return Nested(kind, (program,), options=options, label=label)
         if name == "scan":

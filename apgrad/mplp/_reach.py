@@ -11,14 +11,8 @@ from jax.core import Tracer
 from apgrad._ground.warning import warn
 from apgrad.mplp._places import Places
 
-FUNCTIONS: dict[str, Any] = {
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
-    "sigmoid(8 z)": lambda z: jax.nn.sigmoid(8 * z),
-    "step": lambda z: jnp.maximum(0, jnp.sign(z)),
-    "tanh": jnp.tanh,
-}
+FUNCTIONS: dict[str, Any] = {f.__name__: f for f in (jax.nn.gelu, jax.nn.relu, jax.nn.sigmoid, jnp.tanh)}
+FUNCTIONS |= {"sigmoid(8 z)": lambda z: jax.nn.sigmoid(8 * z), "step": lambda z: jnp.maximum(0, jnp.sign(z))}
 """Activations that a card can name, which are recognised by their values too."""
 
 
