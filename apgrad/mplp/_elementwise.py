@@ -156,8 +156,8 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
 
     at = [place] if len(signals) == 1 else [place.within(str(i)) for i in range(len(signals))]
     batch = place.places.batch_size(signals[0].value)
-    sites = [(p, Site(p.name, kind, "elementwise", batch, shape, names)) for p in at]
-    return learned_node(sites, function, ask, hand_on, signals=signals)
+    sites = [Site(each.name, kind, "elementwise", batch, shape, names) for each in at]
+    return learned_node(place.places, sites, function, ask, hand_on, signals=signals)
 
 
 def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:

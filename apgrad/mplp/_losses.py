@@ -116,7 +116,7 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
     names = names_of(features, p, target)
     site = Site(place.name, kind, "elementwise", batch, p.shape, names, begins=True)
     function = lambda p, y: jnp.sum(features(p, y)["loss"], axis=-1)
-    return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target])
+    return learned_node(place.places, [site], function, ask, use, signals=[prediction], data=[target])
 
 
 def readout(place: Place, signal: Signal) -> jax.Array:
@@ -135,4 +135,4 @@ def readout(place: Place, signal: Signal) -> jax.Array:
 
     batch = place.places.batch_size(value)
     site = Site(place.name, "readout", "elementwise", batch, value.shape, ("gradient", "output"), begins=True)
-    return learned_node([(place, site)], lambda x: x, ask, hand_on, signals=[signal])
+    return learned_node(place.places, [site], lambda x: x, ask, hand_on, signals=[signal])

@@ -63,7 +63,7 @@ def shared(place: Place, parameter: Parameter) -> Parameter:
     ask = lambda local: [Shared(local.message, local.parameters[0])]
     use = lambda local, answers: ([], [answers[0].update])
     site = Site(place.name, "shared", "shared", place.places.batch or 1, parameter.value.shape)
-    return learned_node([(place, site)], lambda value: value, ask, use, parameters=[parameter], give=give)
+    return learned_node(place.places, [site], lambda value: value, ask, use, parameters=[parameter], give=give)
 
 
 def dense(place: Place, signal: Signal, weight: Parameter, bias: Parameter | None = None) -> Signal:
@@ -163,7 +163,7 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
     if len(uses) > 1:
         raise ValueError(f"weight and bias of {place.name!r} both come from mplp.shared or neither, got one of each")
     site = Site(place.name, kind, "dense", batch, (rows, N, M), bias=bias is not None, shared=uses.pop())
-    return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=parameters)
+    return learned_node(place.places, [site], function, ask, use, signals=[signal], parameters=parameters)
 
 
 def bias(place: Place, signal: Signal, bias: Parameter) -> Signal:
@@ -202,7 +202,7 @@ def _diagonal(place, kind, function, derivatives, signal, weight):
         return [answers[0].message], [update]
 
     site = Site(place.name, kind, "diagonal", batch, shape, shared=isinstance(weight, SharedParameter))
-    return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=[weight])
+    return learned_node(place.places, [site], function, ask, use, signals=[signal], parameters=[weight])
 
 
 def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
@@ -239,7 +239,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="drop")]
 
     site = Site(place.name, "embedding", "diagonal", batch, shape, shared=isinstance(table, SharedParameter))
-    return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])
+    return learned_node(place.places, [site], lookup, ask, use, parameters=[table], data=[tokens])
 
 
 def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) -> None:

@@ -246,7 +246,8 @@ def hand_on(_: Local, answers: list[Answer]) -> tuple[Sequence[Any], Sequence[An
 
 
 def learned_node(
-    sites: Sequence[tuple[Place, Site]],
+    places: Places,
+    sites: Sequence[Site],
     function: Callable[..., jax.Array],
     ask: Callable[[Local], list[Any]],
     use: Callable[[Local, list[Answer]], tuple[Sequence[Any], Sequence[Any]]],
@@ -261,14 +262,13 @@ def learned_node(
     `ask(local)` makes a question for each site, `use(local, answers)` a message for each signal and an update for each
     parameter. The output is a signal, a plain array where the first site `begins` (a loss), or what `give` makes of it.
     """
-    places, site = sites[0][0].places, sites[0][1]
+    site = sites[0]
     message_size, batch, begins = places.message_size, site.batch, site.begins
     where = f"the {site.kind} node {site.name!r}"
     pairs, data = paths.enter(where, alike(*signals, *parameters), data)
     signals, parameters = pairs[: len(signals)], pairs[len(signals) :]
     give = give or (lambda output: output if begins else Signal.of(output, message_size))
-    opened = [place.places.open(site) for place, site in sites]
-    asked = [place for place in opened if place is not None]
+    asked = [place for place in map(places.open, sites) if place is not None]
 
     def apply(values, parameters, data):
         return strong(function(*values, *parameters, *data))
@@ -294,7 +294,7 @@ def learned_node(
         arrived = cotangent * batch if begins else message.port
         local = Local(values, weights, data, arrived, cotangent * batch, lambda c: pullback(c)[0])
         answers = []
-        for (_, site), (rule, state), question in zip(sites, asked, ask(local), strict=True):
+        for site, (rule, state), question in zip(sites, asked, ask(local), strict=True):
             answers.append(check_answer(site, rule(site, question, state), message_size, state, widest))
         # Where no message arrives, nothing changes.
         active = jnp.any(arrived != 0)

@@ -222,10 +222,9 @@ def _variance(samples, claimed) -> Check:
 
 
 def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
-    singles = [keys[number] for number in range(len(keys))]
-    own = [estimate(key, *args) for key in singles]
+    own = [estimate(key, *args) for key in keys]
     expected, copies = stacked(own), [nearby(args, number) for number in range(len(keys))]
-    others = [estimate(key, *copy) for key, copy in zip(singles[1:], copies[1:], strict=True)]
+    others = [estimate(key, *copy) for key, copy in zip(keys[1:], copies[1:], strict=True)]
     lanes = stacked([own[0], *others])  # the first copy is the arguments themselves
 
     def scanned(keys, *args):
@@ -235,12 +234,12 @@ def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
         total = lambda *args: jax.tree.map(lambda x: jnp.sum(x, axis=0), scanned(keys, *args))
         return jax.jacrev(total)(*args)
 
-    yield same("jit", lambda: stacked([jax.jit(estimate)(key, *args) for key in singles]), expected)
+    yield same("jit", lambda: stacked([jax.jit(estimate)(key, *args) for key in keys]), expected)
     yield same("vmap", lambda: jax.jit(jax.vmap(estimate))(keys, *stacked(copies)), lanes)
     yield same("scan", lambda: jax.jit(scanned)(keys, *args), expected)
     if order == 2:
         slope = jax.jit(jax.jacrev(estimate, argnums=1))
-        slopes = jax.tree.map(lambda x: np.sum(x, axis=0), stacked([slope(key, *args) for key in singles]))
+        slopes = jax.tree.map(lambda x: np.sum(x, axis=0), stacked([slope(key, *args) for key in keys]))
         yield same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes)
 
 
