@@ -1,7 +1,6 @@
 """A trained rule on disk: arrays in an `.npz` (no pickle), and a JSON card that rebuilds it, with a digest of both."""
 
 import hashlib
-import importlib.resources
 import io
 import json
 from pathlib import Path
@@ -21,14 +20,14 @@ from apgrad.mplp.rules._separable import Separable
 
 __all__ = ["load_pretrained", "load_trained", "pretrained_card", "pretrained_names", "save_trained"]
 
-FOLDER = importlib.resources.files("apgrad.mplp") / "trained"
+FOLDER = Path(__file__).parent / "trained"
 Trained = Separable | Normalized
 DIGEST = "sha256"  # the card's entry for the digest of the card and of the arrays' file
 
 
 def pretrained_names() -> tuple[str, ...]:
     """The names of the trained rules that come with the package."""
-    return tuple(sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir() if path.name.endswith(".json")))
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def pretrained_card(name: str) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def load_pretrained(name: str, x: jax.Array | None = None, y: jax.Array | None =
                     f"of {deviation:.3g}. Subtract the mean of the training {what}, and divide by their deviation "
                     "(of images: over all pixels)."
                 )
-    return _load(FOLDER / f"{name}.json", FOLDER / f"{name}.npz")[0]
+    return load_trained(FOLDER / name)[0]
 
 
 def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
@@ -91,7 +90,16 @@ def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
     Args:
       path: path of the two files, without their suffixes; a ValueError names a file that `save_trained` did not write.
     """
-    return _load(_file(path, ".json"), _file(path, ".npz"))
+    card_file, file = _file(path, ".json"), _file(path, ".npz")
+    text, data = card_file.read_bytes(), file.read_bytes()
+    try:
+        card = json.loads(text)
+        if not isinstance(card, dict) or card.pop(DIGEST, None) != digest(card, data):
+            raise ValueError(f"it and {file} were not written together, or one of them was changed or cut since")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return _fill(_form(card), dict(arrays)), card
+    except ValueError as error:
+        raise ValueError(f"{card_file} is not a trained rule as save_trained writes it: {error}") from error
 
 
 def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
@@ -145,18 +153,6 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
 def digest(card: dict[str, Any], data: bytes) -> str:
     text = json.dumps({name: card[name] for name in sorted(card) if name != DIGEST}, sort_keys=True)
     return hashlib.sha256(text.encode() + data).hexdigest()
-
-
-def _load(card_file: Any, file: Any) -> tuple[Trained, dict[str, Any]]:
-    text, data = card_file.read_bytes(), file.read_bytes()
-    try:
-        card = json.loads(text)
-        if not isinstance(card, dict) or card.pop(DIGEST, None) != digest(card, data):
-            raise ValueError(f"it and {file} were not written together, or one of them was changed or cut since")
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return _fill(_form(card), dict(arrays)), card
-    except ValueError as error:
-        raise ValueError(f"{card_file} is not a trained rule as save_trained writes it: {error}") from error
 
 
 def _form(card: Any) -> Trained:
