@@ -60,7 +60,7 @@ def direct_feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
     def at(site, feedback):
         leading, outputs, rest = axes(site)
 
-        def answer(w, message, update, result):
+        def answer(x, w, message, update, result):
             (error,) = jax.tree.leaves(result)
             flat = error.astype(feedback.dtype) @ feedback.reshape(outputs, math.prod(rest))
             return None, flat.reshape(*leading, *rest), update

@@ -24,6 +24,6 @@ def feedback_alignment(key: jax.Array, *, where: Where = None) -> Rule:
     """
 
     def at(site, feedback):
-        return layer(site, lambda w, message, update: (None, to_input(site, feedback, message), update))
+        return layer(site, lambda x, w, message, update: (None, to_input(site, feedback, message), update))
 
     return Rule(chosen_layers(where), at, random_feedback("feedback_alignment", key))

@@ -33,6 +33,6 @@ def kolen_pollack(key: jax.Array, *, where: Where = None) -> Rule:
     """
 
     def at(site, feedback):
-        return layer(site, lambda w, message, update: (update, to_input(site, feedback, message), update))
+        return layer(site, lambda x, w, message, update: (update, to_input(site, feedback, message), update))
 
     return Rule(chosen_layers(where), at, random_feedback("kolen_pollack", key))

@@ -105,19 +105,16 @@ def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
 
 
-def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
-    return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
-
-
 def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
-    """A propagator at a layer, whose weight gets its usual gradient unless the answer says otherwise."""
+    """A propagator at a layer, which sends `answer(x, w, message, the usual update of w)`."""
     _require_layer(site)
 
     def backward(remembered, message, *result):
         require_unchecked("a function is rewired by a rule of layers", message)
         require_undivided("ap.rewire by a rule of layers", (remembered, message))
         x, w = remembered
-        return answer(w, message, to_weight(site, x, message), *result)
+        (update,) = jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)
+        return answer(x, w, message, update, *result)
 
     return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)
 

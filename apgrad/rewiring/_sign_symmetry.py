@@ -31,7 +31,7 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
         number("scale", scale, positive=True)
 
     def at(site, params):
-        def answer(w, message, update):
+        def answer(x, w, message, update):
             size = jnp.sqrt(jnp.mean(jnp.abs(widened(w)[0]) ** 2)) if scale is None else scale
             return to_input(site, jnp.asarray(size, w.dtype) * jnp.sign(w), message), update
 

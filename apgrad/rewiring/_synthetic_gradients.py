@@ -8,8 +8,7 @@ that the layer would have sent for the (synthetic) one it got, its loss |S(x) - 
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen_layers, require_one_layer, to_input, to_weight
+from apgrad.rewiring._layers import Where, chosen_layers, layer, require_one_layer, to_input
 from apgrad.rewiring._rewire import Rule
 
 
@@ -36,12 +35,11 @@ def synthetic_gradients(*, where: Where = None) -> Rule:
         return jnp.zeros((x.shape[-1], x.shape[-1]), x.dtype), jnp.zeros(x.shape[-1], x.dtype)
 
     def at(site, params):
-        def backward(memory, message):
-            x, w = memory
+        def answer(x, w, message, update):
             guess, pullback = jax.vjp(lambda params: x @ params[0] + params[1], params)
-            (update,) = pullback(jnp.conj(guess - to_input(site, w, message)))
-            return update, guess, to_weight(site, x, message)
+            (learned,) = pullback(jnp.conj(guess - to_input(site, w, message)))
+            return learned, guess, update
 
-        return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)
+        return layer(site, answer)
 
     return Rule(chosen_layers(where), at, init)
