@@ -136,7 +136,7 @@ def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
 def test_a_port_is_of_floating_point_numbers_pythons_too():
     chex.assert_trees_all_equal(ap.port({"a": 1.0, "n": None}), {"a": jnp.zeros(()), "n": None})
     for template in (jnp.arange(3), 3):
-        refused(TypeError, "floating point, got int32", ap.port, template)
+        refused(TypeError, "floating point, and the template has dtype int32", ap.port, template)
 
 
 def test_signal():

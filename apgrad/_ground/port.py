@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import unlike, whole
 from apgrad._ground.primitives import mapped_with
 
 __all__ = ["Signal", "port"]
@@ -39,14 +39,9 @@ def port(template: Any) -> Any:
       >>> jax.grad(lambda p: jnp.sum(seen(x, p)))(ap.port(x))
       Array([1., 2.], dtype=float32)
     """
-
-    def zeros(leaf):
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.asarray(leaf).dtype
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"a port carries messages as cotangents, so it must be floating point, got {dtype}")
-        return jnp.zeros(jnp.shape(leaf), dtype)
-
-    return jax.tree.map(zeros, template)
+    if found := unlike(template):
+        raise TypeError(f"a port carries messages as cotangents, so it is floating point, and the template{found}")
+    return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), template)
 
 
 class Signal(NamedTuple):
