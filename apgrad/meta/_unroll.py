@@ -105,8 +105,7 @@ def inner_problem(
 
     def parts(theta):
         if learn_prior and not isinstance(theta, WithPrior):
-            got = "an array" if isinstance(theta, jax.Array) else type(theta).__name__  # a tracer's name says nothing
-            raise TypeError(f"with learn_prior theta is a WithPrior(learner, prior), got {got}")
+            raise TypeError(f"with learn_prior theta is a WithPrior(learner, prior), got {describe(theta)}")
         return theta if learn_prior else WithPrior(theta, None)
 
     def task_loss(params, batch):
