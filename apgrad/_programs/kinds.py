@@ -58,7 +58,7 @@ LINEAR_IN_ALL = (
 )
 
 # Linear in the operands with these numbers together.
-LINEAR_IN = dict.fromkeys(_names("scatter scatter-add scatter-sub"), (0, 2))
+LINEAR_IN: dict[str, tuple[int, ...]] = dict.fromkeys(_names("scatter scatter-add scatter-sub"), (0, 2))
 LINEAR_IN |= {"dynamic_update_slice": (0, 1), "triangular_solve": (1,), "tridiagonal_solve": (3,)}
 LINEAR_IN |= dict.fromkeys(
     _names("div dynamic_slice gather mapped_with scatter-mul select_and_scatter_add tap_message"), (0,)

@@ -5,6 +5,7 @@ steps for each estimate, whose loss and gradient are on average K/T of the unrol
 plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -292,7 +293,7 @@ def average(outers: Iterable[OuterGradient], weights: Sequence[float] | None = N
     def estimate(theta, key, carry):
         results = [outer.estimate(theta, jax.random.fold_in(key, i), carry[i]) for i, outer in enumerate(outers)]
         shares = [w / sum(weights) for w in weights]
-        mix = lambda *xs: sum(share * x for share, x in zip(shares, xs, strict=True))
+        mix = lambda *xs: functools.reduce(jnp.add, [s * x for s, x in zip(shares, xs, strict=True)])
         losses, gradients, carries = zip(*results, strict=True)
         trained = [partition(gradient)[0] for gradient in gradients]
         return mix(*losses), jax.tree.map(mix, *trained), carries
