@@ -74,18 +74,23 @@ def weighed_mean_of_others(x: jax.Array, log_weight: Any, folds: int, mask: Any 
     log = jnp.where(alive, shown(log_weight), -1e30)
     first = jnp.argmax(log, axis=1, keepdims=True)
     top = lax.broadcasted_iota(first.dtype, log.shape, 1) == first
-    # Weights far below the largest count alike, so that no sum of those of living lanes is 0.
-    away = jnp.maximum(2 * (log - jnp.max(log, axis=1, keepdims=True)), -60)
-    weight = jnp.where(alive, jnp.exp(away), 0).astype(each.dtype)
+    others, each = alive & ~top, jnp.where(alive, each, 0)
 
-    def others(a):  # what is subtracted is not most of a sum
-        rest = jnp.sum(jnp.where(top, 0, a), axis=1, keepdims=True)
-        return jnp.where(top, rest, rest + jnp.sum(jnp.where(top, a, 0), axis=1, keepdims=True) - a)
+    def squared(among, log):  # in units of the largest, so that they have a sum of at least 1, or there are none
+        largest = jnp.max(jnp.where(among, log, -1e30), axis=1, keepdims=True)
+        return jnp.where(among, jnp.exp(2 * (log - largest)), 0).astype(each.dtype)
 
-    total = others(weight)
+    # A lane's own weight says nothing of the others': for the top lane, in units of the largest of these.
+    weight, beside_top = squared(alive, log), squared(others, log)
+
+    def summed(a):
+        weighed = a * weight
+        of_top = jnp.sum(a * beside_top, axis=1, keepdims=True)
+        return jnp.where(top, of_top, jnp.sum(weighed, axis=1, keepdims=True) - weighed)
+
+    total = summed(jnp.ones_like(each))
     some = total > 0
-    each = jnp.where(alive, each, 0) * weight
-    return jnp.where(some, others(each) / jnp.where(some, total, 1), 0).reshape(x.shape).astype(x.dtype)
+    return jnp.where(some, summed(each) / jnp.where(some, total, 1), 0).reshape(x.shape).astype(x.dtype)
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:

@@ -145,6 +145,24 @@ def test_the_leave_one_out_baseline_adds_no_noise_to_a_rare_event(masked):
     np.testing.assert_array_less(error[0], 1.05 * error[1])
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_baseline_says_nothing_of_the_lane_s_own_weight(masked):
+    """Also where that is far above the others': the mean over all that three lanes may have drawn is exact."""
+    behaviour, costs = jnp.array([0.5, 0.25, 0.25]), jnp.array([0.0, 10.0, -3.0])
+
+    def program(tape, logits, x):
+        letters, mask = dist.Categorical(logits=jnp.broadcast_to(logits, (3, 3))), jnp.full(3, True) if masked else None
+        return ap.score(tape, letters, x, behaviour_log_prob=jnp.log(behaviour)[x], mask=mask).cost(costs[x])
+
+    drawn, logits = np.array(list(itertools.product(range(3), repeat=3))), jnp.array([0.0, -33.0, -36.0])
+    objective = functools.partial(ap.value_and_grad(program, lanes=3), KEY, logits)
+    value, slope = jax.jit(jax.vmap(objective))(drawn)
+    found, largest = [np.prod(behaviour[drawn], axis=1) @ array for array in (value, slope)], jnp.max(jnp.abs(value))
+    assert largest > 1
+    np.testing.assert_allclose(found[0], 0, atol=1e-6)
+    np.testing.assert_allclose(found[1], 0, atol=1e-6)
+
+
 _gammas = lambda a, b: dist.Gamma(a[:, None] * jnp.ones(2), b).to_event(1)
 
 

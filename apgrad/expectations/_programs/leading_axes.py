@@ -245,7 +245,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             return None
         if MIXED in facts:
             if name == "concatenate" and _of_parts(eqn, name, [None if f == MIXED else f for f in facts]) is not None:
-                return MIXED  # beside parts of the axis
+                return MIXED  # beside parts of the axis, or what has none
             return MIXED if name in _OF_EVERY_ENTRY or set(facts) == {MIXED} else None
         if name == "slice" or any(isinstance(fact, Part) for fact in facts):
             return _of_parts(eqn, name, facts)
@@ -297,8 +297,8 @@ def _of_parts(eqn, name, facts):
     one = before[number][fact.axis] == 1
     if name == "pad" and after[fact.axis] == fact.of:
         return fact.axis if params["padding_config"][fact.axis][0] == fact.start else MIXED
-    if name in _REDUCTIONS and fact.axis in params["axes"]:
-        return fact._replace(axis=None) if one else MIXED
+    if _of_all(eqn, [f and f.axis for f in facts]):
+        return MIXED if not one else fact._replace(axis=None) if name in _REDUCTIONS else None
     if one and (name == "reshape" or (name == "squeeze" and fact.axis in params["dimensions"])):
         return fact._replace(axis=None)
     axis = moved_axis(eqn, number, fact.axis)
@@ -313,7 +313,11 @@ def _joined(facts, sizes, old, new):
     given = [(f, n, start) for f, n, start in zip(facts, sizes, starts, strict=True) if f is not None and n]
     if not all(isinstance(f, Part) and f.axis in (None, old) and f.of == sum(sizes) for f, _, _ in given):
         return None
-    return new if all(f.start == start and (f.axis is not None or n == 1) for f, n, start in given) else MIXED
+    in_place = all(f.start == start and (f.axis is not None or n == 1) for f, n, start in given)
+    parts = {f for f, _, _ in given}
+    if len(parts) == 1 and (fact := parts.pop()).axis is None:  # numbers of one entry, on an axis that is as long
+        return None if in_place else fact
+    return new if in_place else MIXED
 
 
 def _is_mixed(fact):
