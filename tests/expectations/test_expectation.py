@@ -410,7 +410,9 @@ OF_ONE_LANE |= {
     "row by row": lambda x: jax.lax.map(jnp.sum, x),
     "in a loop of Python": lambda x: jnp.stack([jnp.sum(row) for row in x]),
     "in a loop of Python, row by row": lambda x: jnp.concatenate([jnp.sum(x[i : i + 1], axis=1) for i in range(4)]),
-    "in a loop of Python, of four numbers": lambda x: jnp.stack([jnp.sum(jnp.stack([r[0], 1.0, r[1], r[1]])) for r in x]),
+    "in a loop of Python, of four numbers": lambda x: jnp.stack(
+        [jnp.sum(jnp.stack([r[0], 1.0, r[1], r[1]])) for r in x]
+    ),
     "in a loop of Python, of joined rows": lambda x: jnp.stack([jnp.max(jnp.concatenate([r[:2], r[:2]])) for r in x]),
     "in halves": lambda x: jnp.concatenate([jnp.sin(x[:2]), x[2:4]])[:, 0],
     "all but the last": lambda x: jnp.pad(x[:-1], ((0, 1), (0, 0)))[:, 0],

@@ -422,6 +422,13 @@ def test_a_flow_needs_no_inverse_and_its_density_knows_what_was_rounded():
         refused(TypeError, words, jax.eval_shape, traced, 0.7)
 
 
+def test_a_transformed_site_with_a_density_of_its_own():
+    """Which takes the sample alone, without what was transformed to it."""
+    guide = lambda: numpyro.sample("z", dist.FoldedDistribution(dist.Normal(numpyro.param("m", 0.0), 0.5)))
+    model = lambda: numpyro.sample("z", dist.FoldedDistribution(dist.Normal(0.3, 0.5)))
+    assert V.elbo(lanes=4).loss(KEY, {"m": 0.3}, model, guide) == 0
+
+
 def test_sticking_the_landing_refuses_a_support_that_moves():
     model = lambda: numpyro.sample("z", dist.Normal(0.0, 1.0))
     guide = lambda: numpyro.sample("z", dist.Uniform(0.0, numpyro.param("t", 1.0)))

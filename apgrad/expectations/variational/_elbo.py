@@ -239,7 +239,7 @@ class _Draw(Messenger):
 
 def _keeps_bases(distribution: Any) -> bool:
     """Whether samples come with what was transformed to them, which has the derivative of the sample, in float32."""
-    transformed = isinstance(base(distribution), numpyro.distributions.TransformedDistribution)
+    transformed = type(base(distribution)).log_prob is numpyro.distributions.TransformedDistribution.log_prob
     return transformed and distribution.has_rsample and distributions.widened(distribution) is distribution
 
 
