@@ -246,10 +246,7 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
 
 
 def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:
-    """The log-density of values in float32 at least, to be differentiated with respect to the parameters.
-
-    With `own`, the values are the distribution's samples, and derivatives those of the samples' law, see `_WithEnds`.
-    """
+    """The log-density of values, in float32 at least; with `own`, of the distribution's own samples (`_WithEnds`)."""
     return _as_sampled(distribution, own).log_prob(widened(x))
 
 

@@ -232,10 +232,7 @@ def run_program(
 def make_plan(
     run: Run, plan: TapePlan, has_aux: bool, key: jax.Array, own_costs: bool = True
 ) -> tuple[TapePlan, Ledger]:
-    """The tape's plan, from what nodes ask for in an abstract trace, and the ledger of that trace.
-
-    Sites are counted unless `plan.sites` is None. Costs that mix lanes are refused, unless `own_costs` is False.
-    """
+    """The tape's plan, from what nodes ask for in an abstract trace, and the ledger of that trace."""
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
     collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._total)

@@ -299,10 +299,7 @@ class Tape:
         return functools.reduce(jnp.add, [of_all(p) if p.ndim > ndim else over(p, ndim) for p in ports])
 
     def _faded(self, port: Port, factor: Any) -> jax.Array:
-        """The port after credit has faded by the factor.
-
-        Ports that multiply a cost fade as their sum: one that also corrects it by itself, others by what is left.
-        """
+        """Ports that multiply a cost fade as their sum: one that also corrects it by itself, others by what is left."""
         p, arithmetic = self._ports[port], port.arithmetic
         assert arithmetic.fades is not None
         by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))

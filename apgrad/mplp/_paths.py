@@ -184,10 +184,7 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
 
 
 def moves(function: Callable[[Any], jax.Array], x: Any) -> bool:
-    """Whether a function of an array changes its shape, or is linear in it (and a constant) but not elementwise.
-
-    A reversal along an axis is linear and not elementwise.
-    """
+    """Whether a function of an array changes its shape, or is linear in it but not elementwise, as a reversal is."""
     (program, made), start, moving = trace(function, x), frozenset({(WIRED, "")}), set[str]()
 
     def through(eqn, facts):

@@ -123,7 +123,7 @@ def test_continuous_values_and_transformations():
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_leave_one_out_baseline_adds_no_noise_to_a_rare_event(masked):
     # P(x > 4) of a standard normal, of samples about 4. The mean of unweighed costs, 1/2, times one minus the ratio of
-    # densities, whose standard deviation is 3,000, would be 100,000 times the noise of the weighed costs.
+    # densities, whose standard deviation is 3,000, would have 600,000 times the noise of the weighed costs.
     lanes = 200
     mask = jnp.arange(lanes) < 150 if masked else None
 

@@ -20,14 +20,11 @@ from apgrad._programs.jaxprs import Parameters, Program, nested
 
 
 def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[Any]:
-    """The marks whose operand has, as its leading axis, the leading axis of an array that the program closes over.
-
-    Arrays whose values are known, and the same all along their leading axis, do not count.
-    """
+    """The marks whose operand has, as its leading axis, the leading axis of an array that the program closes over."""
     found: list[Any] = []
 
     def constant(value):
-        # The axis is the fact. None: the value does not have it.
+        # The axis is the fact. None: the value does not have it, or is known to be the same all along it.
         if np.ndim(value) == 0 or np.shape(value)[0] != size:
             return None
         known = not isinstance(value, Tracer) and jnp.issubdtype(getattr(value, "dtype", object), np.number)
@@ -170,15 +167,12 @@ def _constant(fact):
     return None if fact is None else Constant(fact)
 
 
-# A fact is the axis along which entries are still apart, or one of these.
+# A fact is the axis along which entries are still apart, None for what depends on no entry, or one of these.
 SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each; anything else of several entries
 
 
 def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
-    """Whether the first output is a sum of terms that see one entry each along `axes`, one (or None) for each input.
-
-    None is the fact of what does not depend on an input with an axis, and MIXED of what may be anything.
-    """
+    """Whether the first output is a sum of terms that see one entry each along `axes`, one (or None) for each input."""
 
     def transfer(eqn, facts):
         inside, name = nested(eqn), eqn.primitive.name
