@@ -408,6 +408,7 @@ OF_ONE_LANE |= {
     "a constant baseline": lambda x: x[:, 0] - jax.lax.stop_gradient(x[:, 0].mean()),
     "all are done": lambda x: jax.lax.while_loop(lambda x: (x < 9).all(), lambda x: x + 1, x)[:, 0],
     "row by row": lambda x: jax.lax.map(jnp.sum, x),
+    "sums step by step": lambda x: jax.vmap(lambda x: jax.lax.map(jnp.sum, x))(x[..., None]).mean(1),
     "in a loop of Python": lambda x: jnp.stack([jnp.sum(row) for row in x]),
     "in a loop of Python, row by row": lambda x: jnp.concatenate([jnp.sum(x[i : i + 1], axis=1) for i in range(4)]),
     "in a loop of Python, of four numbers": lambda x: jnp.stack(

@@ -55,7 +55,7 @@ def _of_a_step(fact):
         return _constant(_of_a_step(fact.fact))
     if isinstance(fact, Part):
         return fact if fact.axis is None else None if fact.axis == 0 else fact._replace(axis=fact.axis - 1)
-    return fact if not isinstance(fact, int) else fact - 1 if fact else None
+    return fact if not isinstance(fact, _WHOLE) else fact - 1 if fact else None
 
 
 def _of_all_steps(fact):
@@ -63,7 +63,10 @@ def _of_all_steps(fact):
         return _constant(_of_all_steps(fact.fact))
     if isinstance(fact, Part):
         return fact if fact.axis is None else fact._replace(axis=fact.axis + 1)
-    return fact + 1 if isinstance(fact, int) else fact
+    return fact + 1 if isinstance(fact, _WHOLE) else fact
+
+
+_WHOLE = (int, np.integer)  # `jax.vmap` gives reductions axes of NumPy
 
 
 _BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "select_n"}
