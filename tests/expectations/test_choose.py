@@ -1,6 +1,7 @@
 """`ap.choose`: every estimator against exact sums, two choices in a row, in scan and vmap, float32 and float64."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -528,6 +529,27 @@ def test_an_estimator_of_a_user_that_returns_something_else_is_refused():
     refused(TypeError, words + r"an array of shape \(4, 1\)", run, lambda x, cost: (x[:, None], cost))
     refused(TypeError, words + "an array of .*float32", run, lambda x, cost: (x.astype(float), cost))
     refused(TypeError, words + "float", run, lambda x, cost: (1.0, cost))
+
+
+@pytest.mark.parametrize("family", [dist.Bernoulli, dist.Categorical])
+def test_enumeration_sees_what_is_impossible_now(family, x64):
+    # Of three Bernoulli choices, or of three categories, with probabilities of exactly 0 and 1: two orders.
+    bernoulli, costs = family is dist.Bernoulli, jnp.array([1.0, 4.0, 9.0, 16.0])
+    probs = jnp.array([0.0, 1.0, 0.3] if bernoulli else [0.0, 0.5, 0.5])
+
+    def program(tape, probs):
+        count = lambda x: (costs[jnp.sum(x)], None)
+        return ap.choose(tape, family(probs=probs[None]), count, ap.enumeration())[0]
+
+    def exact(probs):
+        if not bernoulli:
+            return jnp.sum(probs / jnp.sum(probs) * costs[:3])
+        outcomes = np.array(list(itertools.product((0, 1), repeat=3)))
+        return jnp.sum(jnp.prod(jnp.where(outcomes == 1, probs, 1 - probs), axis=1) * costs[outcomes.sum(1)])
+
+    orders = lambda f: (f(probs), jax.grad(f)(probs), jax.hessian(f)(probs))
+    found = jax.jit(lambda: (orders(functools.partial(ap.expectation(program, 1), KEY)), orders(exact)))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), *found)
 
 
 def test_counts_in_an_array_are_enumerated_where_they_are_known():

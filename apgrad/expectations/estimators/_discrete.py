@@ -110,6 +110,21 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
         return outcomes, per_lane(distributions.log_prob(distribution, outcomes), 2)
 
 
+def probabilities(distribution: Any, outcomes: jax.Array, density: jax.Array) -> jax.Array:
+    """Those of joint outcomes, (n, lanes), whose derivatives are right at a probability of exactly 0, too."""
+    one = base(distributions.widened(distribution))
+    if not isinstance(one, dist.BernoulliProbs | dist.CategoricalProbs):
+        return jnp.exp(density)
+    with standard_promotion():
+        if isinstance(one, dist.BernoulliProbs):
+            each = jnp.where(outcomes == 1, one.probs, 1 - jnp.asarray(one.probs))
+        else:
+            probs = jnp.asarray(one.probs)
+            probs = jnp.broadcast_to(probs / jnp.sum(probs, -1, keepdims=True), (*outcomes.shape, probs.shape[-1]))
+            each = jnp.take_along_axis(probs, outcomes[..., None], axis=-1)[..., 0]
+    return jnp.prod(each.reshape(*each.shape[:2], -1), axis=-1)
+
+
 def number_of_outcomes(what: str, distribution: Any) -> int:
     return len(_support(what, distribution)) ** number_of_choices(distribution)
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._choice_estimator import ALL_POSSIBLE, ChoiceEstimator
-from apgrad.expectations.estimators._discrete import enumerated, number_of_outcomes
+from apgrad.expectations.estimators._discrete import enumerated, number_of_outcomes, probabilities
 
 
 def enumeration() -> ChoiceEstimator:
     """The exact sum over all outcomes, for any distribution with `enumerate_support`; `ap.choose` takes it.
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), its derivative comes out as 0: take logits.
+    At `Binomial(n, probs=0.0)` the derivative with respect to the probability comes out as 0: take logits there.
 
     Outcomes that cannot be enumerated are a `TypeError` at trace time, more than 65,536 joint ones a `ValueError`.
 
@@ -33,7 +33,7 @@ def enumeration() -> ChoiceEstimator:
         outcomes, density = enumerated("enumeration", distribution)
         x = distributions.sample(distribution, key)
         cost = costs(outcomes.astype(x.dtype))
-        return x, jnp.sum(jnp.exp(density).astype(cost.dtype) * cost, axis=0)
+        return x, jnp.sum(probabilities(distribution, outcomes, density).astype(cost.dtype) * cost, axis=0)
 
     evaluations = functools.partial(number_of_outcomes, "enumeration")
     return ChoiceEstimator("enumeration", estimate, evaluations, "none", ALL_POSSIBLE, every_order=True)
