@@ -22,7 +22,8 @@ from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, count_marks, followed, require_threaded
 from apgrad.expectations._ports import SEED, Port
-from apgrad.expectations._programs.leading_axes import marks_with_outer_axis, mixes_entries
+from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
+from apgrad.expectations._programs.mixed_entries import mixes_entries
 from apgrad.expectations._score import require_weighable
 from apgrad.expectations._tape import Tape
 

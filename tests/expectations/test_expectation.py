@@ -401,6 +401,33 @@ OF_ALL_LANES = {
     "the one before": lambda x: jnp.pad(x[:-1], ((1, 0), (0, 0)))[:, 0],
     "halves in each other's place": lambda x: jnp.concatenate([x[2:] ** 2, x[:2]])[:, 0],
     "rolled in a branch": lambda x: jax.lax.cond(True, jnp.sin, lambda x: jnp.roll(x, 1), x[:, 1]),
+    "shuffled": lambda x: x[:, 0] - jax.random.permutation(KEY, x)[:, 1],
+    "at shuffled places": lambda x: x[jax.random.permutation(KEY, 4), 1],
+    "at given places": lambda x: x[np.array([1, 0, 2, 3])][:, 1],
+    "at the next place": lambda x: jax.vmap(lambda i: x[i, 0])((jnp.arange(4) + 1) % 4),
+    "where it chose": lambda x: x[jnp.argmax(x, axis=1)][:, 0],
+    "along its columns": lambda x: jnp.take_along_axis(x, jnp.argsort(jax.lax.stop_gradient(x), axis=0), axis=0)[:, 0],
+    "repeated": lambda x: jnp.repeat(x[:, 0], np.array([2, 0, 1, 1]), total_repeat_length=4),
+    "counted": lambda x: jnp.zeros(4).at[jnp.argmax(x, axis=1)].add(1.0)[jnp.argmax(x, axis=1)],
+    "added where others are": lambda x: jax.ops.segment_sum(x[:, 0], np.array([0, 0, 1, 1]), 4),
+    "the mean over mapped lanes": lambda x: jax.vmap(lambda x: x[0] - jax.lax.pmean(x[1], "lane"), axis_name="lane")(x),
+    "less the mean, one with another axis": lambda x: jnp.reshape(x.reshape(-1) - x.reshape(-1).mean(), (4, 4))[:, 0],
+    "less the mean, after a loop over lanes": lambda x: (lambda y: y - y.mean())(jax.lax.map(jnp.sum, x)),
+    "summed in a loop over lanes": lambda x: jax.lax.scan(lambda c, x: (c + x[0], c), 0.0, x)[1],
+    "less the others in a loop over lanes": lambda x: jax.lax.map(lambda y: jnp.sum(y - x), x),
+    "less the mean, solved": lambda x: jax.vmap(jnp.linalg.solve)(jnp.ones((4, 4, 4)) + jnp.eye(4), x - x.mean(0))[
+        :, 0
+    ],
+    "less the mean, padded": lambda x: jnp.pad(x - x.mean(0), ((0, 0), (1, 0)))[:, 2],
+    "a matrix of lanes": lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(4))[:, 0],
+    "transformed over lanes": lambda x: jnp.fft.fft(x, axis=0).real[:, 0],
+    "convolved over lanes": lambda x: jnp.convolve(x[:, 0], jnp.ones(3), mode="same"),
+    "the largest in a window of lanes": lambda x: pooled(x, (3, 1), "SAME")[:, 0],
+    "the first, tiled": lambda x: x[:, 0] * jnp.tile(x[:1, 0], 4),
+    "less the mean, the first written": lambda x: (lambda y: y - y.mean(0))(x.at[0].set(x[0] ** 2))[:, 0],
+    "written where others are": lambda x: x.at[np.array([1, 0, 2, 3])].set(x**2)[:, 0],
+    "written in another order": lambda x: x.at[::-1].set(x**2)[:, 0],
+    "the best is written": lambda x: jnp.zeros(4).at[jnp.argmax(x[:, 0])].set(1.0),
 }
 of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
 OF_ONE_LANE = {name: of_lanes(f) for name, f in BY_ROW.items()}
@@ -426,6 +453,23 @@ OF_ONE_LANE |= {
     "of a choice of all lanes": lambda x: x[:, jnp.argmax(jax.lax.stop_gradient(x).mean(0))],
     "constants sorted": lambda x: x[:, 0] - jnp.sort(jax.lax.stop_gradient(x[:, 0])),
     "by constants in a loop": lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[:, 0], jax.lax.stop_gradient(x.T))[0],
+    "with others in one axis": lambda x: jnp.sin(x.reshape(-1)).reshape(4, 2, 2).sum((1, 2)),
+    "a loop of steps over lanes": lambda x: jax.lax.map(
+        lambda y: jax.lax.scan(lambda c, y: (c + y, c), 0.0, y)[1][2], x
+    ),
+    "solved": lambda x: jax.vmap(lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(4), x))(x)[:, 0],
+    "at their own places": lambda x: x[np.arange(4)][:, 0] + x.at[jnp.arange(4)].get()[:, 1],
+    "at their own places, one by one": lambda x: jax.vmap(lambda i: x[i, 0])(jnp.arange(4)),
+    "at two places of each": lambda x: x[jnp.arange(4)[:, None], np.array([[2, 1]])].sum(1),
+    "at places of each": lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1), axis=1)[:, 0],
+    "in a loop of Python, at places": lambda x: jnp.stack([x[i, np.array([2, 1, 3, 0])].sum() for i in range(4)]),
+    "at two places": lambda x: jnp.concatenate([x[jnp.array([0, 1]), 0], x[2:4, 0]]),
+    "one-hot": lambda x: jnp.zeros((4, 4)).at[jnp.arange(4), jnp.argmax(x, axis=1)].set(1.0) @ jnp.arange(4.0),
+    "counted in each": lambda x: jax.vmap(lambda x: jnp.zeros(3).at[jnp.argmax(x[:3])].add(x[0]))(x).max(1),
+    "written into a longer array": lambda x: jnp.zeros(9).at[jnp.arange(4)].set(x[:, 0])[:4],
+    "a column written": lambda x: x.at[:, 1].set(x[:, 0]).at[:, np.array([2, 0])].add(x[:, :2]).sum(1),
+    "added within each": lambda x: jax.vmap(lambda x: jax.ops.segment_sum(x, np.array([0, 0, 1, 1]), 2))(x)[:, 1],
+    "row by row at places": lambda x: jax.lax.map(lambda i: x[i, 0], jnp.arange(4)),
     "until it is done": jax.vmap(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)[0]),
     "a node of two arrays": lambda x: jax.vmap(ap.node(ap.backpropagation(jnp.multiply)))(x[:, 0], x[:, 1]),
     "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),
@@ -438,13 +482,16 @@ def test_a_sum_over_lanes_that_a_scored_choice_would_pay_for_is_refused():
         draw = lambda tape, theta: ap.sample(tape, dist.Normal(jnp.full((lanes, 4), theta), 1.0), estimator())
         traced(paid(draw, cost), THETA, lanes=lanes)
 
-    for name, cost in OF_ALL_LANES.items():
-        for estimator in (ap.likelihood_ratio, ap.total_propagation):
-            words = rf"drawn for the 4 lanes, .* and sample \({estimator().name}\) charges"
-            assert refused(ValueError, words, trace_costs, cost, estimator), name
-        trace_costs(cost, ap.reparameterization)
+    for number, (name, cost) in enumerate(OF_ALL_LANES.items()):
+        estimator = (ap.likelihood_ratio, ap.total_propagation)[number % 2]
+        words = rf"drawn for the 4 lanes, .* and sample \({estimator().name}\) charges"
+        assert refused(ValueError, words, trace_costs, cost, estimator), name
+    trace_costs(OF_ALL_LANES["less the mean"], ap.reparameterization)
     for cost in OF_ONE_LANE.values():
         trace_costs(cost)
+    # Places from outside of the program may be each lane's own.
+    given = lambda places: trace_costs(lambda x: x[places, 1] + jnp.zeros(4).at[places].set(x[:, 0]))
+    jax.eval_shape(given, jnp.arange(4))
     trace_costs(lambda x: jnp.sum(x, axis=0)[:1], lambda: ap.likelihood_ratio(None), lanes=1)
 
 

@@ -21,7 +21,7 @@ from apgrad._programs import pure
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._ledger import Mark
 from apgrad.expectations._ports import dice
-from apgrad.expectations._programs.leading_axes import mixes_entries
+from apgrad.expectations._programs.mixed_entries import mixes_entries
 
 LogJoint = Callable[[jax.Array], jax.Array]
 Bound = Callable[[jax.Array, Any, LogJoint], jax.Array]
