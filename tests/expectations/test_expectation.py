@@ -380,6 +380,7 @@ OF_ALL_LANES = {
     "drawn again": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,))][:, 1],
     "drawn again at once": lambda x: x[jax.random.categorical(KEY, -x[:, 0], shape=(4,)), 1],
     "drawn by constants": lambda x: x[redrawn(x)][:, 1],
+    "two drawn by constants": lambda x: jnp.tile(x[redrawn(x)[:2], 1], 2),
     "drawn by constants at once": lambda x: x[redrawn(x), 1],
     "drawn one by one": lambda x: jax.vmap(lambda i: x[i])(redrawn(x))[:, 1],
     "drawn step by step": lambda x: jax.lax.scan(lambda _, i: (None, x[i, 1]), None, redrawn(x))[1],
