@@ -2,6 +2,7 @@
 
 import functools
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
-from apgrad import mplp
+from apgrad import meta, mplp
 from apgrad._programs.jaxprs import all_equations
 from apgrad.mplp.rules import _whitening as whitening
 from tests.expectations.programs import paid
@@ -156,3 +157,25 @@ def test_products_of_its_own_have_all_bits(made):
     program = jax.make_jaxpr(function)(*args)
     products = [eqn.params["precision"] for eqn in all_equations(program) if eqn.primitive.name == "dot_general"]
     assert products and set(products) == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+def test_copies_by_cloudpickle_do_what_the_originals_do():
+    @ap.stochastic(ap.total_propagation())
+    def move(theta, x):
+        return dist.Normal(theta * x, 0.1)
+
+    def program(tape, theta):
+        tape, x = move(tape, theta, jnp.ones(tape.lanes))
+        return tape.cost(x**2)
+
+    training = ap.adaptive(program, lanes=4)
+    state = jax.eval_shape(training.init, KEY, 2.0)
+    network, prior = meta.mlp((3, 2, 1), jax.nn.sigmoid, mplp.squared_error)
+    batch, rule = (jnp.ones((2, 3)), jnp.ones((2, 1))), mplp.Exact(0.1)
+    for way, args in (
+        (ap.with_taps(jax.grad(lambda x: jnp.sin(ap.tap(x, "here")))), (1.0,)),
+        (training.value_and_grad, (KEY, state, 2.0)),
+        (lambda params: mplp.init_state(rule, network, params, batch), (jax.eval_shape(prior, KEY),)),
+    ):
+        copied = cloudpickle.loads(cloudpickle.dumps(way))
+        assert jax.eval_shape(copied, *args) == jax.eval_shape(way, *args)

@@ -27,7 +27,7 @@ Stronger shrinkage takes away small weights of c_2, which alone keep a rare lane
 *Where the simulator jumps*, reparameterization is biased and varies little, so that all these rules prefer it.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -146,20 +146,20 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
       shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
     """
     number("shrinkage", shrinkage)
-    return _least_variance(float(shrinkage))
+    return _LeastVariance(float(shrinkage))
 
 
-@functools.cache  # so that equal weights are equal
-def _least_variance(shrinkage):
-    def rule(gradients, suffix):
+@dataclasses.dataclass(frozen=True)  # so that equal weights are equal, and a copy of them too
+class _LeastVariance:
+    shrinkage: float
+
+    def __call__(self, gradients, suffix):
         mixture, weights = gradients[0], [jnp.ones((), gradients.dtype)]
         for other in gradients[1:]:
-            share, k = _shares(mixture, other, suffix, shrinkage)
+            share, k = _shares(mixture, other, suffix, self.shrinkage)
             weights = [w * share for w in weights] + [k]
             mixture = jnp.where(share == 0, 0, share * mixture) + jnp.where(k == 0, 0, k * other)
         return jnp.stack(weights)
-
-    return rule
 
 
 def _shares(first, second, suffix, shrinkage):

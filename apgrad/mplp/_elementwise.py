@@ -143,7 +143,7 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
         raise ValueError(f"the {kind} node {place.name!r} takes signals of one shape, got {shapes}")
     shape = shapes[0]
     values = [jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in signals]
-    names = names_of(features, values[0], jax.eval_shape(function, *values))
+    names = names_of(features, values[0], jax.eval_shape(lambda *values: function(*values), *values))
 
     def ask(local: Local) -> list[Elementwise]:
         y = function(*local.values)

@@ -95,13 +95,8 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
     def tapped(*args, **keywords):
         arrays, put = jaxprs.arrays_of((args, keywords))
-        called: set[str] = set()
-        outer = _called.get()
-        token = _called.set(called)
-        try:
-            program, shape = pure.trace("ap.with_taps", lambda given: function(*given[0], **given[1]), put, arrays)
-        finally:
-            _called.reset(token)
+        trace = lambda: pure.trace("ap.with_taps", lambda given: function(*given[0], **given[1]), put, arrays)
+        (program, shape), called, outer = _calling(trace)
         names, here = called | _names(program, _tap_p), _names(program, _marker_p)
         if outer is not None:  # another `with_taps` is around this one, and takes the other taps
             outer |= names - here
@@ -119,6 +114,18 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
         return jax.tree.unflatten(jax.tree.structure(shape), outputs), dict(sorted(seen.items()))
 
     return tapped
+
+
+def _calling(trace: Callable[[], Any]) -> tuple[Any, set[str], set[str] | None]:
+    # What `trace` returns, the taps that it called, and those so far of a `with_taps` around it. A context variable
+    # cannot be pickled, so that what `with_taps` returns, which cloudpickle copies by value, must not name it.
+    called: set[str] = set()
+    outer = _called.get()
+    token = _called.set(called)
+    try:
+        return trace(), called, outer
+    finally:
+        _called.reset(token)
 
 
 def _names(program: jaxprs.Program, primitive: Primitive) -> set[str]:
