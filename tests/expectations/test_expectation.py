@@ -429,6 +429,13 @@ OF_ALL_LANES = {
     "written where others are": lambda x: x.at[np.array([1, 0, 2, 3])].set(x**2)[:, 0],
     "written in another order": lambda x: x.at[::-1].set(x**2)[:, 0],
     "the best is written": lambda x: jnp.zeros(4).at[jnp.argmax(x[:, 0])].set(1.0),
+    "halves that are split": lambda x: jnp.concatenate([jnp.subtract(*jnp.split(x, 2)), jnp.split(x, 2)[1]])[:, 0],
+    "halves that are split and joined again": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1])[:, 0],
+    "unstacked": lambda x: jnp.stack(jnp.unstack(x)[::-1])[:, 0],
+    "at reversed indices": lambda x: x[jnp.arange(4)[::-1], 0],
+    "sums of groups by turns": lambda x: jax.ops.segment_sum(x[:, 0], jnp.arange(4) % 2, 4),
+    "the first in a branch": lambda x: jax.lax.cond(True, lambda x: jnp.tile(x[:1], (4, 1)), lambda x: x, x)[:, 0],
+    "less the mean of what was rounded": lambda x: x[:, 0] - jax.lax.reduce_precision(x[:, 0], 8, 3).mean(),
 }
 of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
 OF_ONE_LANE = {name: of_lanes(f) for name, f in BY_ROW.items()}
@@ -474,6 +481,17 @@ OF_ONE_LANE |= {
     "until it is done": jax.vmap(lambda x: jax.lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)[0]),
     "a node of two arrays": lambda x: jax.vmap(ap.node(ap.backpropagation(jnp.multiply)))(x[:, 0], x[:, 1]),
     "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),
+    "in halves that are split": lambda x: jnp.concatenate([jnp.sin(jnp.split(x, 2)[0]), jnp.split(x, 2)[1]])[:, 0],
+    "in parts that are split again": lambda x: jnp.concatenate([y for z in jnp.split(x, 2) for y in jnp.split(z, 2)])[
+        :, 0
+    ],
+    "unstacked": lambda x: jnp.stack([jnp.sum(row) for row in jnp.unstack(x)]),
+    "split along another axis": lambda x: jnp.subtract(*jnp.split(x, 2, axis=1))[:, 0],
+    "in a row of its own": lambda x: jax.ops.segment_sum(x[:, 0], 4 * jnp.arange(4) + jnp.argmax(x, 1), 16)[::4],
+    "at a place of its own row": lambda x: (
+        jnp.zeros(16).at[4 * jnp.arange(4) + jnp.argmax(x, 1)].set(x[:, 0]).reshape(4, 4).sum(1)
+    ),
+    "at every other place": lambda x: jnp.zeros(8).at[2 * jnp.arange(4)].set(x[:, 0])[::2],
 }
 
 

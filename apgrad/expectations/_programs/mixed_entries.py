@@ -36,6 +36,10 @@ class Own(NamedTuple):  # the fact of integers: each is its own place along the 
     axis: int | None
 
 
+class Numbered(NamedTuple):  # the fact of integers made of places along an axis, as 3 i + j, and of what has this fact
+    fact: Any
+
+
 class Columns(NamedTuple):  # the facts of an array of indices, one for each number along its last axis
     facts: tuple[Any, ...]
     fact: Any  # of the array
@@ -51,6 +55,8 @@ def _shifted(by):
     def shifted(fact):
         if isinstance(fact, Constant):
             return _constant(shifted(fact.fact))
+        if isinstance(fact, Numbered):
+            return Numbered(shifted(fact.fact))
         axis = getattr(fact, "axis", None)
         return fact if axis is None else fact._replace(axis=axis + by) if axis + by >= 0 else None
 
@@ -70,7 +76,9 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         name, params, shapes = eqn.primitive.name, eqn.params, [v.aval.shape for v in eqn.invars]
         if (inside := nested(eqn)) is not None:
             return over_entries(inside, facts, shapes) if inside.kind == "scan" else None
-        moving = [fact.fact if isinstance(fact, Columns) else fact for fact in facts]
+        if name in ("split", "unstack") and (pieces := _pieces(eqn, facts[0])):
+            return pieces
+        moving = [fact.fact if isinstance(fact, Columns | Numbered) else fact for fact in facts]
         moving = [None if isinstance(fact, Constant | Own) else fact for fact in moving]
         constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
         if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
@@ -89,7 +97,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             made = _at(_written(eqn, wholes, facts[1]), moving)
         if made is None and name in _WRITES and wholes[0] is not None:  # what is written may be in its own place
             made = moving[0]
-        return [made or _constant(_made(eqn, constant)) or _own(eqn, facts)] * len(eqn.outvars)
+        made = made or _constant(_made(eqn, constant)) or _own(eqn, facts)
+        return [Numbered(made) if _is_numbered(eqn, facts, made) else made] * len(eqn.outvars)
 
     def over_entries(scan, facts, shapes):  # if each step has an entry; what it hands on depends on those before, too
         (same, carried, _), (body,) = scan.counts, scan.jaxprs
@@ -112,7 +121,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
 
     # What a loop hands on or a branch returns is mixed if it may be.
     order = {Own: 0.5, Entries: 3, str: 5, type(None): 0}
-    rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(type(f), 3)
+    everywhere = lambda f: isinstance(f, Entries) and f.axis is None
+    rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(type(f), 3) + everywhere(f)
     join = lambda a, b: max(a, b, key=rank)
     walk(program, [Own(None) if _is_integer(v.aval) else None for v in program.jaxpr.invars])
     return found
@@ -200,6 +210,17 @@ def _reshaped(fact, before, after):
     return None
 
 
+def _pieces(eqn, fact):  # the facts of what the axis is cut into that is the fact; none where another one is cut
+    if isinstance(fact, Constant):
+        return [Constant(piece) for piece in _pieces(eqn, fact.fact)]
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    if not isinstance(fact, Entries) or fact.axis != params["axis"] or shape[fact.axis] > fact.of:
+        return []
+    sizes = params.get("sizes", [1] * len(eqn.outvars))
+    starts = np.cumsum([fact.start, *sizes[:-1]]).tolist()
+    return [fact._replace(axis=fact.axis if "sizes" in params else None, start=start) for start in starts]
+
+
 def _joined(eqn, facts):
     """The fact of operands that are joined along an axis, or stacked along a new one; None if they are not in a row."""
     stack = eqn.primitive.name == "stack"
@@ -221,7 +242,7 @@ def _is_mixed(fact):
 
 
 def _columns(eqn, facts, whole):  # of indices for several axes, as in `x[i, 1]`; `whole` of what are no indices
-    made, apart = eqn.outvars[0].aval, {*map(_is_mixed, facts)} == {True, False} or Own in map(type, facts)
+    made, apart = eqn.outvars[0].aval, {*map(_is_mixed, facts)} == {True, False} or _has_places(facts)
     if not (apart and _is_integer(made) and Parameters(eqn)["dimension"] == made.ndim - 1):
         return whole
     return Columns(tuple(f for f, v in zip(facts, eqn.invars, strict=True) for _ in range(v.aval.shape[-1])), whole)
@@ -255,7 +276,8 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
         columns = {_index(indices, n): a for n, a in enumerate(how.scatter_dims_to_operand_dims)}
         if Own(axis) in columns and operand.shape[columns[Own(axis)]] == places.shape[axis]:
             return columns[Own(axis)]
-        return None if Own in map(type, columns) else MIXED
+        kinds_of, room = {*map(type, columns)}, math.prod(operand.shape[a] for a in how.scatter_dims_to_operand_dims)
+        return None if Own in kinds_of or (Numbered in kinds_of and room > places.shape[axis]) else MIXED
 
     found = {facts[0], None if facts[1] is None else to(facts[1])}
     if facts[2] in apart:
@@ -267,6 +289,17 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
     return None if not found else found.pop() if len(found) == 1 else MIXED
 
 
+def _has_places(facts) -> bool:
+    return any(isinstance(fact, Own | Numbered) for fact in facts)
+
+
+def _is_numbered(eqn, facts, made) -> bool:
+    if not (isinstance(made, Entries | None) and eqn.outvars and _is_integer(eqn.outvars[0].aval)):
+        return False
+    places = any(isinstance(fact, Numbered) or getattr(fact, "axis", None) is not None for fact in facts)
+    return places and _has_places(facts) and eqn.primitive.name in _BY_PLACE | kinds.SAME_VALUE | kinds.VIEW
+
+
 def _own(eqn, facts):
     name, made = eqn.primitive.name, [v.aval for v in eqn.outvars[:1]]
     if not (made and _is_integer(made[0])):
@@ -276,7 +309,7 @@ def _own(eqn, facts):
     if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
         return Own(None)
     given = [(n, fact.axis) for n, fact in enumerate(facts) if isinstance(fact, Own)]
-    if not (given and (name in kinds.VIEW or name in kinds.SAME_VALUE or name == "select_n")):
+    if not (given and ((name in kinds.VIEW and name != "rev") or name in kinds.SAME_VALUE or name == "select_n")):
         return None
     axes = {axis if axis is None else moved_axis(eqn, n, axis) for n, axis in given}
     return Own(axes.pop()) if len(axes) == 1 else None
