@@ -36,7 +36,7 @@ class Own(NamedTuple):  # the fact of integers: each is its own place along the 
     axis: int | None
 
 
-class Numbered(NamedTuple):  # the fact of integers made of places along an axis, as 3 i + j, and of what has this fact
+class Placed(NamedTuple):  # the fact of integers made of places along an axis, as 3 i + j, and of what has this fact
     fact: Any
 
 
@@ -55,8 +55,8 @@ def _shifted(by):
     def shifted(fact):
         if isinstance(fact, Constant):
             return _constant(shifted(fact.fact))
-        if isinstance(fact, Numbered):
-            return Numbered(shifted(fact.fact))
+        if isinstance(fact, Placed):
+            return Placed(shifted(fact.fact))
         axis = getattr(fact, "axis", None)
         return fact if axis is None else fact._replace(axis=axis + by) if axis + by >= 0 else None
 
@@ -78,7 +78,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             return over_entries(inside, facts, shapes) if inside.kind == "scan" else None
         if name in ("split", "unstack") and (pieces := _pieces(eqn, facts[0])):
             return pieces
-        moving = [fact.fact if isinstance(fact, Columns | Numbered) else fact for fact in facts]
+        moving = [fact.fact if isinstance(fact, Columns | Placed) else fact for fact in facts]
         moving = [None if isinstance(fact, Constant | Own) else fact for fact in moving]
         constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
         if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
@@ -98,7 +98,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if made is None and name in _WRITES and wholes[0] is not None:  # what is written may be in its own place
             made = moving[0]
         made = made or _constant(_made(eqn, constant)) or _own(eqn, facts)
-        return [Numbered(made) if _is_numbered(eqn, facts, made) else made] * len(eqn.outvars)
+        return [Placed(made) if _is_placed(eqn, facts, made) else made] * len(eqn.outvars)
 
     def over_entries(scan, facts, shapes):  # if each step has an entry; what it hands on depends on those before, too
         (same, carried, _), (body,) = scan.counts, scan.jaxprs
@@ -277,7 +277,7 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
         if Own(axis) in columns and operand.shape[columns[Own(axis)]] == places.shape[axis]:
             return columns[Own(axis)]
         kinds_of, room = {*map(type, columns)}, math.prod(operand.shape[a] for a in how.scatter_dims_to_operand_dims)
-        return None if Own in kinds_of or (Numbered in kinds_of and room > places.shape[axis]) else MIXED
+        return None if Own in kinds_of or (Placed in kinds_of and room > places.shape[axis]) else MIXED
 
     found = {facts[0], None if facts[1] is None else to(facts[1])}
     if facts[2] in apart:
@@ -290,13 +290,13 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
 
 
 def _has_places(facts) -> bool:
-    return any(isinstance(fact, Own | Numbered) for fact in facts)
+    return any(isinstance(fact, Own | Placed) for fact in facts)
 
 
-def _is_numbered(eqn, facts, made) -> bool:
+def _is_placed(eqn, facts, made) -> bool:
     if not (isinstance(made, Entries | None) and eqn.outvars and _is_integer(eqn.outvars[0].aval)):
         return False
-    places = any(isinstance(fact, Numbered) or getattr(fact, "axis", None) is not None for fact in facts)
+    places = any(isinstance(fact, Placed) or getattr(fact, "axis", None) is not None for fact in facts)
     return places and _has_places(facts) and eqn.primitive.name in _BY_PLACE | kinds.SAME_VALUE | kinds.VIEW
 
 
