@@ -160,10 +160,14 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     return tape, Visit(slot, None if given is None else lax.stop_gradient(given[slot]))
 
 
-def drawn(tape: Tape, x: jax.Array, charged: bool, parts: bool = False) -> jax.Array:
+def drawn(tape: Tape, x: jax.Array, charged: bool, parts: bool = False, moving: str | None = None) -> jax.Array:
     """The samples, (lanes, ...); where lanes are tested for independence, some get another lane's sample."""
-    if tape._require_current("drawn").collecting and charged:
-        return mark(x, Mark.DRAWN, 1 + parts)
+    if (ledger := tape._require_current("drawn")).collecting:
+        x = mark(x, Mark.DRAWN, 1 + parts) if charged else x
+        if moving is not None:
+            ledger.declared.setdefault("moving", moving)
+            x = mark(x, Mark.MOVED, 0)
+        return x
     return x if tape._plan.disturbed is None else x[donors(tape.lanes, *tape._plan.disturbed)]
 
 

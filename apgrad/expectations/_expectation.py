@@ -22,6 +22,7 @@ from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan, count_marks, followed, require_threaded
 from apgrad.expectations._ports import SEED, Port
+from apgrad.expectations._programs.jumps import marks_that_jump
 from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
 from apgrad.expectations._programs.mixed_entries import mixes_entries
 from apgrad.expectations._score import require_weighable
@@ -255,6 +256,14 @@ def make_plan(
         _require_own_costs(collected, plan, ledger)
     if "baselined" in done:
         _warn_of_mixed_data(collected, lanes)
+    if own_costs and "moving" in done and marks_that_jump(collected, Mark.MOVED, Mark.DRAWN, Mark.COST):
+        warn(
+            f"a cost jumps as what {done['moving']} drew moves, by a comparison, floor, round, sign or an integer: a "
+            "pathwise derivative misses what the jump gives, so that the gradient is biased, and 0 where there is "
+            "nothing else. Use likelihood_ratio() or measure_valued(), or write the cost without jumps. Where its two "
+            "formulas meet, as in an interpolation, compare jax.lax.stop_gradient of what was drawn: nothing is then "
+            "said."
+        )
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
     if plan.sites is not None:

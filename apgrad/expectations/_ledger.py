@@ -22,6 +22,7 @@ class Mark(enum.Enum):
     # At samples that pay for later costs, at log-densities of choices, and at costs; the label: 1 for those of lanes, 2
     # for those of their parts.
     DRAWN = enum.auto()
+    MOVED = enum.auto()  # at samples with a pathwise derivative
     SCORE = enum.auto()
     COST = enum.auto()
     TOTAL = enum.auto()  # at what stands for the sum of costs when the program begins
@@ -37,8 +38,11 @@ def marked(key: jax.Array, kind: Mark, label: Hashable) -> jax.Array:
 
 # What a program does, in this order: lanes act on each other, so that none can have credit alone; choices are charged
 # with costs; choices of a part are charged with the part's costs; a baseline is made of other lanes; credit fades; a
-# mixer has weights, so that cross-fitting needs two streams; costs are weighed by `ap.score`; a cost is shaped.
-Doing = Literal["interacting", "scoring", "scoring parts", "baselined", "discounting", "weighing", "weighed", "shaping"]
+# mixer has weights, so that cross-fitting needs two streams; costs are weighed by `ap.score`; a cost is shaped; samples
+# have pathwise derivatives.
+Doing = Literal[
+    "interacting", "scoring", "scoring parts", "baselined", "discounting", "weighing", "weighed", "shaping", "moving"
+]
 
 
 class TapePlan(NamedTuple):

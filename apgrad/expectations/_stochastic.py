@@ -13,7 +13,7 @@ from apgrad.expectations._lanes import require_batch, require_lanes
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
-from apgrad.expectations.estimators._estimator import Estimator, Mixer, require_derivative, surrogate
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, moves, require_derivative, surrogate
 from apgrad.expectations.mixing._node import draw_batch_by_mixer, draw_by_mixer
 
 
@@ -87,7 +87,7 @@ def stochastic(
                 each = lambda zero, *a: distributions.guarded(what, distribution(*a), zero)
                 return jax.vmap(each, (0, *axes))(zeros, *args)
 
-            return _charge(tape, x, charges, guard, (axes, tape.lanes), args, what, parts, mask)
+            return _charge(tape, x, charges, guard, (axes, tape.lanes), args, what, parts, mask, estimator)
 
         # The tape is one more argument than the signature of the wrapped function has.
         del stochastic_function.__wrapped__
@@ -140,15 +140,15 @@ def sample(
     shape = distributions.batch_shape(distribution, x)
     require_batch(what, tape.lanes, shape, x.shape)
     guard = functools.partial(distributions.guarded, what, distribution)
-    return _charge(tape, x, charges, guard, None, (distribution,), what, parts, mask)
+    return _charge(tape, x, charges, guard, None, (distribution,), what, parts, mask, estimator)
 
 
-def _charge(tape, x, charges, guard, mapped, inputs, what, parts, mask):
+def _charge(tape, x, charges, guard, mapped, inputs, what, parts, mask, estimator):
     by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
     for zero, baseline in charges:
         b = baselines.evaluate(baseline, mapped, inputs)
         tape = channels.credit(tape, guard(zero), name=what, parts=by_part, mask=mask, **b)
-    return tape, channels.drawn(tape, x, bool(charges), by_part)
+    return tape, channels.drawn(tape, x, bool(charges), by_part, what if moves(estimator) else None)
 
 
 def _resolve_axes(what, in_axes, args):

@@ -269,7 +269,7 @@ scaled = lambda theta, x, deviation=1.0: dist.Normal(theta * x, deviation)
 
 def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
     make = functools.partial(scaled, deviation=0.1)
-    cost = lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0
+    cost = lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1 + 0 * x) * 0
     program = walk(TP, make, 2, cost)
     assert np.all(np.isfinite(jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5).moments))
 

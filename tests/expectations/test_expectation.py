@@ -514,6 +514,78 @@ def test_a_sum_over_lanes_that_a_scored_choice_would_pay_for_is_refused():
     trace_costs(lambda x: jnp.sum(x, axis=0)[:1], lambda: ap.likelihood_ratio(None), lanes=1)
 
 
+TABLE = jnp.array([0.2, 1.0, 0.5])
+# Costs of a sample x (4,). A pathwise derivative has none of the derivative of what they are on average, or not all.
+JUMPING = {
+    "indicator": lambda x: (x > 0).astype(x.dtype),
+    "two constants": lambda x: jnp.where(x > 0, TABLE[0], TABLE[1]),
+    "rounded": lambda x: (jnp.round(x) - 1) ** 2,
+    "integers": lambda x: TABLE[jnp.clip(x.astype(int), 0, 2)],
+    "the largest": lambda x: TABLE[jnp.argmax(jnp.stack([x, -x, x**2]), axis=0)],
+    "sign": lambda x: x + jnp.sign(x),
+    "while it lives": lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c * jnp.astype(c + x < 1, x.dtype), jnp.ones(4)),
+    "mapped": jax.vmap(lambda x: jax.lax.cond(x > 0, lambda: 1.0, lambda: 0.0)),
+    "in functions": jax.checkpoint(jax.jit(lambda x: jnp.ceil(x) ** 2)),
+    "where one of two jumps": lambda x: jnp.where(x > 0, jnp.floor(x), x),
+    "counted": lambda x: jnp.sum(x[:, None] > TABLE, axis=1).astype(x.dtype),
+}
+held = jax.lax.stop_gradient
+surrogate_step = ap.node(ap.Propagator(lambda x: (jnp.sign(x), x), lambda x, m: (m * jax.nn.sigmoid(x),)))
+between = lambda x, i: TABLE[i] + (x - i.astype(x.dtype)) * (TABLE[i + 1] - TABLE[i])
+densities = (
+    dist.AsymmetricLaplace(),
+    dist.Normal(),
+    dist.Cauchy(),
+    dist.StudentT(3.0),
+    dist.Laplace(),
+    dist.Gumbel(),
+    dist.Logistic(),
+)
+NOT_JUMPING = {
+    "smooth": lambda x: jnp.tanh(x) ** 2 + jnp.log1p(jnp.exp(-jnp.abs(x))) + jnp.linalg.norm(x),
+    "kinks": lambda x: jax.nn.relu(x) + jnp.clip(x, -1, 1) + jax.nn.leaky_relu(x) + jax.nn.elu(x) + jnp.maximum(x, 0.2),
+    "two formulas": lambda x: jnp.where(x > 0, x, 0.1 * x) + jnp.where(x > 1, 2 * x - 1, x),
+    "at a point": lambda x: jnp.where(x == 0, 1.0, x) + jax.scipy.special.xlogy(x**2, x**2) + (x != 0).astype(x.dtype),
+    "periodic": lambda x: ((x + jnp.pi) % (2 * jnp.pi) - jnp.pi) ** 2,
+    "straight through": lambda x: x + held(jnp.round(x) - x),
+    "its own derivative": surrogate_step,
+    "interpolation": lambda x: jnp.interp(x, jnp.arange(3.0), TABLE),
+    "interpolation by hand": lambda x: between(x, jnp.clip(held(x).astype(int), 0, 1)),
+    "sorted": lambda x: jnp.sort(x) + jnp.median(x) + jax.lax.top_k(x, 2)[0][0],
+    "no number": lambda x: jnp.where(jnp.isfinite(x) & ~jnp.isnan(x), x, 0.0) + jnp.nan_to_num(x),
+    "drawn": lambda x: x * jax.random.rademacher(KEY, (4,), x.dtype) + TABLE[jax.random.randint(KEY, (4,), 0, 3)],
+    "by the number of the step": lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.where(i > 1, x, TABLE[i]) + x, x),
+    "until it is near": lambda x: jax.lax.while_loop(lambda x: jnp.any(x > 1e-3), lambda x: x / 2, x),
+    "a quantile's loss": lambda x: x * jnp.where(x > 0, 0.9, -0.1),
+    "clipped by its norm": lambda x: x * jnp.where(jnp.linalg.norm(x) > 1, 1 / jnp.linalg.norm(x), 1.0),
+    "densities": lambda x: sum((d.log_prob(x) for d in densities), jnp.zeros(4)),
+}
+
+
+def test_a_cost_that_jumps_as_a_sample_with_a_pathwise_derivative_moves_is_warned_of():
+    """Warnings are errors here. The derivative of P(x > 0) came out as 0 without a word."""
+
+    def trace_costs(cost, estimator):
+        def program(tape, theta):
+            tape, x = ap.sample(tape, dist.TruncatedNormal(jnp.full(4, theta), low=-2.0), estimator)
+            tape, y = ap.sample(tape, dist.TruncatedNormal(x, low=-3.0), ap.reparameterization())
+            tape, z = ap.sample(tape, dist.Bernoulli(logits=y), ap.likelihood_ratio())
+            return tape.cost(cost(x) + y + z.astype(y.dtype))
+
+        traced(program, THETA)
+
+    pathwise, words = ap.reparameterization(), r"a cost jumps as what sample \({}\) drew moves"
+    for cost in JUMPING.values():
+        with pytest.warns(UserWarning, match=words.format("reparameterization")):
+            trace_costs(cost, pathwise)
+    with pytest.warns(UserWarning, match=words.format("total_propagation")):
+        trace_costs(JUMPING["indicator"], ap.total_propagation())
+    for cost in NOT_JUMPING.values():
+        trace_costs(cost, pathwise)
+    for cost in ("indicator", "integers"):
+        trace_costs(JUMPING[cost], ap.likelihood_ratio())
+
+
 def test_a_sum_over_lanes_is_refused_where_the_choice_was_made_long_before_and_only_of_what_is_scored():
     step = lambda estimator: ap.stochastic(estimator())(lambda theta, x: dist.Normal(theta * x, 1.0))
     scored, pathwise = ap.likelihood_ratio, ap.reparameterization

@@ -23,20 +23,47 @@ class Jump(enum.IntEnum):
 
 def jump(program: Program) -> Jump:
     """What the first output does as the first input moves."""
+    inputs = [Jump.MOVES, *[Jump.STAYS] * (len(program.jaxpr.invars) - 1)]
+    return flow(program, inputs, _through, max, lambda _: Jump.STAYS)[0]
+
+
+def marks_that_jump(program: Program, start: enum.Enum, held: enum.Enum, end: enum.Enum) -> bool:
+    """Whether an array marked `end` jumps for sure as those marked `start` move, and those marked `held` do not."""
+    # Samplers jump inside, so what they draw counts as moving. What is behind `lax.stop_gradient`, or has a derivative
+    # of its own, is as the user wants it. To be at a point has the probability 0. Branches may meet, costs of an angle
+    # do at the ends of a period, and a product where its other factor is 0, as in a quantile's loss.
+    jumps = False
 
     def transfer(eqn, facts):
-        name, found = eqn.primitive.name, max(facts, default=Jump.STAYS)
-        if name in _STAY or (name in ("eq", "ne") and eqn.invars[0] is eqn.invars[1]):  # the second is isnan
-            return [Jump.STAYS]
-        if nested(eqn) is not None and eqn.params.get("name") not in _CONTINUOUS and not (name == "cond" and facts[0]):
-            return None
-        made = [_made(name, facts, found, v.aval) for v in eqn.outvars]
-        if name == "sort" and any(facts[: (keys := eqn.params["num_keys"])]):
-            made[keys:] = [Jump.JUMPS] * len(made[keys:])
-        return made
+        nonlocal jumps
+        name, found, inside = eqn.primitive.name, max(facts, default=Jump.STAYS), nested(eqn)
+        if name == "mark" and eqn.params["kind"] in (start, held):
+            return [Jump.MOVES if eqn.params["kind"] is start else Jump.STAYS]
+        if name == "mark" and eqn.params["kind"] is end:
+            jumps |= found == Jump.JUMPS
+        if name == "stop_gradient" or (name in ("eq", "ne") and found < Jump.EQUALS):
+            return [Jump.STAYS] * len(eqn.outvars)
+        if name in ("mul", "div") and {Jump.MOVES, Jump.MAY_JUMP} & {*facts}:
+            return [min(found, Jump.MAY_JUMP)]
+        own = inside is not None and inside.kind == "custom"
+        if (own or name == "rem" or (name == "cond" and facts[0])) and found != Jump.JUMPS:
+            return [min(found, Jump.MAY_JUMP)] * len(eqn.outvars)
+        return _through(eqn, facts)
 
-    inputs = [Jump.MOVES, *[Jump.STAYS] * (len(program.jaxpr.invars) - 1)]
-    return flow(program, inputs, transfer, max, lambda _: Jump.STAYS)[0]
+    flow(program, [Jump.STAYS] * len(program.jaxpr.invars), transfer, max, lambda _: Jump.STAYS)
+    return jumps
+
+
+def _through(eqn, facts):
+    name, found = eqn.primitive.name, max(facts, default=Jump.STAYS)
+    if name in _STAY or (name in ("eq", "ne") and eqn.invars[0] is eqn.invars[1]):  # the second is isnan
+        return [Jump.STAYS]
+    if nested(eqn) is not None and eqn.params.get("name") not in _CONTINUOUS and not (name == "cond" and facts[0]):
+        return None
+    made = [_made(name, facts, found, v.aval) for v in eqn.outvars]
+    if name == "sort" and any(facts[: (keys := eqn.params["num_keys"])]):
+        made[keys:] = [Jump.JUMPS] * len(made[keys:])
+    return made
 
 
 def _made(name, facts, found, made):
@@ -44,7 +71,8 @@ def _made(name, facts, found, made):
         by, *chosen = facts
         if by == Jump.STAYS or (by == Jump.EQUALS and Jump.MOVES in chosen):
             return Jump.MOVES if Jump.MOVES in chosen else max(chosen)
-        return Jump.MAY_JUMP if {Jump.MOVES, Jump.MAY_JUMP} & {*chosen} else Jump.JUMPS
+        meet = {Jump.MOVES, Jump.MAY_JUMP} & {*chosen} and Jump.JUMPS not in chosen
+        return Jump.MAY_JUMP if meet else Jump.JUMPS
     if found in (Jump.STAYS, Jump.JUMPS):
         return found
     if made.dtype == bool:

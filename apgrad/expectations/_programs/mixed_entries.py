@@ -183,8 +183,8 @@ def _moved(eqn, number, fact):
     return None if to is None else fact._replace(axis=None if one and after[to] != 1 else to)
 
 
+# Whether an equation makes its numbers of all or of other entries along the axis of an operand.
 def _is_of_others(eqn, number, axis) -> bool:
-    """Whether an equation makes its numbers of all or of other entries along the axis of an operand."""
     name, params = eqn.primitive.name, Parameters(eqn)
     if name == "dot_general":
         return axis in params["dimension_numbers"][0][number]

@@ -93,6 +93,12 @@ class Mixer(NamedTuple):
     assumptions: str = ""
 
 
+# Whether a pathwise derivative, claimed to be right, stands for all that a sample does.
+def moves(estimator: Estimator | Mixer) -> bool:
+    members = estimator.estimators if isinstance(estimator, Mixer) else (estimator,)
+    return any(e.pathwise is not None and e.score is None and e.bias == "none" for e in members)
+
+
 def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:
     """The sample (`drawn`, if it is drawn already) and the log-density or None, with the estimator's derivatives."""
     claimed = (lambda x: x) if estimator.every_order else (lambda x: once(estimator.name, x))
