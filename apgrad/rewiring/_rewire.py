@@ -21,7 +21,7 @@ from apgrad._ground.messages import check_messages, describe, form_of, shapes_of
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._ground.warning import warn, warn_of_gradient
 from apgrad._programs import jaxprs, pure
-from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite
+from apgrad.rewiring._sites import CLOSED, DATA, WEIGHT, Planner, PlanStep, ProgramSite
 
 
 class Rule(NamedTuple):
@@ -52,16 +52,17 @@ class Rule(NamedTuple):
     direct: bool = False
 
 
-def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[int] = 0) -> "Rewired":
+def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[int] | None = None) -> "Rewired":
     """The function, with the backward pass of the sites that a rule takes replaced by the rule's.
 
     Args:
       function: any JAX function of arrays, with transformations and modules inside. Other nodes keep their derivatives.
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
-      argnums: the numbers of the arguments that hold parameters, as in `jax.grad`; all others are data. A product of
-        something with an array made of parameters alone is a layer ("dense" or "conv") to the rule. What is made of
-        parameters and data (noisy or fast weights) is no layer's weight. The product of two parameters is a weight, and
-        no layer: let an input that is learned, as a first state is, be an argument that is not named here.
+      argnums: the numbers of the arguments that hold parameters, as in `jax.grad` (the first, if not given). All others
+        are data, and where it is given, so is what the function closes over. The product of something with an array
+        made of parameters alone is a layer ("dense" or "conv") to the rule. What is made of parameters and data (noisy
+        or fast weights) is no layer's weight, and the product of two parameters is a weight, and no layer: let an input
+        that is learned, as a first state is, be an argument that is not named here.
 
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,
@@ -86,7 +87,9 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
     require_rule("rewire", rule)
     if not callable(function):
         raise TypeError(f"rewire takes a function, got {describe(function)}")
-    return Rewired(function, rule, integers(argnums, "argnums"))
+    if argnums is None:
+        return Rewired(function, rule, (0,), CLOSED)
+    return Rewired(function, rule, integers(argnums, "argnums"), DATA)
 
 
 def require_rule(who: str, rule: Any) -> None:
@@ -154,6 +157,7 @@ class Rewired:
     function: Callable[..., Any]
     rule: Rule
     argnums: tuple[int, ...]
+    closed: int  # what the function closes over
 
     def __call__(self, *args: Any) -> Any:
         """The function's output; see `ap.rewire` for the arguments."""
@@ -226,7 +230,7 @@ class Rewired:
             require_call("the function that is rewired", self.function, [f"args[{i}]" for i in range(len(args))], hint)
             raise
         warn_of_gradient("ap.rewire", program)
-        planner = Planner(self.rule.where, shape)
+        planner = Planner(self.rule.where, shape, self.closed)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
 
 

@@ -23,7 +23,7 @@ from apgrad._programs.kinds import COMBINE, ELEMENTWISE, NO_DERIVATIVE, PRODUCT,
 
 # The facts about an array:
 MADE = 0  # made inside the program, of no input
-CLOSED = 1  # the function closes over it
+CLOSED = 1  # the function closes over it, and nobody says which arguments are parameters
 WEIGHT = 2  # made of parameters alone
 STACKED = 3  # the same, with another weight at each step of a scan
 DATA = 4  # made of data
@@ -87,13 +87,16 @@ class PlanStep(NamedTuple):
 class Planner:
     """Offers the sites of a program to a rule (`offered`), and writes down which ones it takes (`taken`)."""
 
-    def __init__(self, where: Callable[[ProgramSite], bool], result: Any):
-        self.where, self.result = where, result
+    def __init__(self, where: Callable[[ProgramSite], bool], result: Any, closed: int):
+        self.where, self.result, self.closed = where, result, closed
         self.offered: list[ProgramSite] = []
         self.taken: list[ProgramSite] = []
         self.names: dict[str, int] = {}
         self.hidden = ""
         self.loops = 0
+
+    def constant(self, value: Any) -> int:
+        return self.closed if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
         jaxpr = program.jaxpr
@@ -104,7 +107,7 @@ class Planner:
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
         jaxpr = program.jaxpr
-        known = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
+        known = dict(zip(jaxpr.constvars, map(self.constant, program.consts), strict=True))
         known |= dict(zip(jaxpr.invars, facts, strict=True))
         steps = self._scopes(jaxpr.eqns, jaxpr.outvars, known, where, 0)
         return jaxprs.part(steps, jaxpr.invars, jaxpr.outvars, program)
@@ -133,15 +136,15 @@ class Planner:
         step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs), program)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
-        known.update(zip(outputs, flow(program, facts, through, merged, constant), strict=True))
+        known.update(zip(outputs, flow(program, facts, through, merged, self.constant), strict=True))
         return [step]
 
     def _equation(self, eqn, known, where) -> PlanStep:
-        facts = [constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
+        facts = [self.constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
         around = jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
         step = PlanStep(eqn.invars, eqn.outvars, eqn)
         inputs = list(dict.fromkeys(jaxprs.variables(eqn.invars)))
-        made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, merged, constant)
+        made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, merged, self.constant)
         known.update(zip(eqn.outvars, made, strict=True))
         inside = jaxprs.nested(eqn)
         kind, label = _kind_and_label(eqn, inside, facts)
@@ -178,7 +181,7 @@ class Planner:
             stays = {*body.jaxpr.invars[:consts], *(v for v, after in carried if v is after)}
             inputs = zip(facts, body.jaxpr.invars, strict=True)
             facts = [STACKED if f == WEIGHT and v not in stays else f for f, v in inputs]
-            walk = lambda facts: flow(body, facts, through, merged, constant)
+            walk = lambda facts: flow(body, facts, through, merged, self.constant)
             self.loops += 1
             plans = [self.plan(body, steady(walk, facts, consts, carry, merged)[0], jaxprs.join(around, "scan"))]
             self.loops -= 1
@@ -233,8 +236,8 @@ class Planner:
         if kind in ("dense", "conv") and CLOSED in facts:
             raise ValueError(
                 f"the function closes over the array of shape {step.invars[facts.index(CLOSED)].aval.shape} that the "
-                f"site {site} multiplies a parameter by, so rewire cannot know which of the two is the weight. Pass "
-                "the array to the function as an argument, and name the arguments that are parameters by argnums."
+                f"site {site} multiplies a parameter by, so rewire cannot know which of the two is the weight. Name "
+                "the arguments that are parameters by argnums=: then all that the function closes over is data."
             )
         self.taken.append(site)
         return step._replace(site=site, order=order)
@@ -244,10 +247,6 @@ def _run(eqn, values):
     """Evaluates an equation in its scopes, for a rule that traces the site's function again and looks for scopes."""
     with jaxprs.where_it_stands(eqn):
         return jaxprs.run(eqn, values)
-
-
-def constant(value: Any) -> int:
-    return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
 def merged(*facts: int) -> int:

@@ -205,6 +205,21 @@ def own_rule(w, x):
 own_rule.defvjp(lambda w, x: (x @ w, None), lambda _, m: (m, m))
 
 
+def test_what_a_function_closes_over_is_data_if_the_parameters_are_named():
+    ways = {1: lambda w, x: jnp.sum(jnp.tanh(x @ w[0] + W[0]) @ w[1]), 0: lambda w: ways[1](w, X)}
+    ws = (W, jnp.cos(W.T))
+    for rule in (ap.rewiring.sign_symmetry(), ap.rewiring.clip_messages(0.01), ap.rewiring.feedback_alignment(KEY)):
+        found = []
+        for data, function in ways.items():
+            args, rewired = (ws, X)[: 1 + data], ap.rewire(function, rule, argnums=0)
+            before = () if rule.init is None else (rewired.init(*args),)
+            found.append(jax.grad(rewired, len(before))(*before, *args))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        refused(
+            ValueError, "argnums=: then all that the function closes over is data", ap.rewire(ways[0], rule).init, ws
+        )
+
+
 def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     dense, mesh = rebuilding(("dense",))[0], jax.make_mesh((1,), ("i",))
     lean = ap.randomize(lambda w, x: x @ w, ap.memory.rounding(bits=4), min_size=0)

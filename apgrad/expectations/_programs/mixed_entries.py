@@ -221,8 +221,8 @@ def _pieces(eqn, fact):  # the facts of what the axis is cut into that is the fa
     return [fact._replace(axis=fact.axis if "sizes" in params else None, start=start) for start in starts]
 
 
+# The fact of operands that are joined along an axis, or stacked along a new one; None if they are not in a row.
 def _joined(eqn, facts):
-    """The fact of operands that are joined along an axis, or stacked along a new one; None if they are not in a row."""
     stack = eqn.primitive.name == "stack"
     new = Parameters(eqn)["axis" if stack else "dimension"]
     sizes = [1 if stack else v.aval.shape[new] for v in eqn.invars]
