@@ -433,6 +433,7 @@ OF_ALL_LANES = {
     "halves that are split and joined again": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1])[:, 0],
     "unstacked": lambda x: jnp.stack(jnp.unstack(x)[::-1])[:, 0],
     "at reversed indices": lambda x: x[jnp.arange(4)[::-1], 0],
+    "a histogram": lambda x: jnp.histogram(x[:, 0], bins=4, range=(-2.0, 2.0))[0],
     "sums of groups by turns": lambda x: jax.ops.segment_sum(x[:, 0], jnp.arange(4) % 2, 4),
     "the first in a branch": lambda x: jax.lax.cond(True, lambda x: jnp.tile(x[:1], (4, 1)), lambda x: x, x)[:, 0],
     "less the mean of what was rounded": lambda x: x[:, 0] - jax.lax.reduce_precision(x[:, 0], 8, 3).mean(),

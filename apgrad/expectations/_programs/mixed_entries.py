@@ -296,8 +296,8 @@ def _has_places(facts) -> bool:
 def _is_placed(eqn, facts, made) -> bool:
     if not (isinstance(made, Entries | None) and eqn.outvars and _is_integer(eqn.outvars[0].aval)):
         return False
-    places = any(isinstance(fact, Placed) or getattr(fact, "axis", None) is not None for fact in facts)
-    return places and _has_places(facts) and eqn.primitive.name in _BY_PLACE | kinds.SAME_VALUE | kinds.VIEW
+    places = any(isinstance(fact, Placed) or (isinstance(fact, Own) and fact.axis is not None) for fact in facts)
+    return places and eqn.primitive.name in _BY_PLACE | kinds.SAME_VALUE | kinds.VIEW
 
 
 def _own(eqn, facts):
