@@ -19,10 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.messages import describe, tuple_of
+from apgrad._ground.primitives import mark
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._ledger import Mark
 from apgrad.expectations._programs.jumps import Jump, jump
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from apgrad.expectations._tape import Tape, require_tape
@@ -96,6 +98,7 @@ def choose(
     drawn = jax.eval_shape(lambda key: distributions.sample(distribution, key), key)
     form, program = _form(what, continuation, jax.eval_shape(seen, drawn), args)
     x, cost = _pair(what, estimator.estimate(distribution, key, costs), drawn)
+    cost = mark(cost, Mark.CHOSEN, 0) if tape._require_current(what).collecting else cost
     x = channels.drawn(tape, lax.stop_gradient(x), bool(jax.tree.leaves(form)))
     if estimator.relaxed:
         _warn_of_jumps(what, program)

@@ -256,7 +256,7 @@ def make_plan(
         _require_own_costs(collected, plan, ledger)
     if "baselined" in done:
         _warn_of_mixed_data(collected, lanes)
-    if own_costs and "moving" in done and marks_that_jump(collected, Mark.MOVED, Mark.DRAWN, Mark.COST):
+    if own_costs and "moving" in done and marks_that_jump(collected, Mark.MOVED, (Mark.DRAWN, Mark.CHOSEN), Mark.COST):
         warn(
             f"a cost jumps as what {done['moving']} drew moves, by a comparison, floor, round, sign or an integer: a "
             "pathwise derivative misses what the jump gives, so that the gradient is biased, and 0 where there is "

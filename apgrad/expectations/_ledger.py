@@ -23,6 +23,7 @@ class Mark(enum.Enum):
     # for those of their parts.
     DRAWN = enum.auto()
     MOVED = enum.auto()  # at samples with a pathwise derivative
+    CHOSEN = enum.auto()  # at costs of `choose`, whose estimators know where their samples jump
     SCORE = enum.auto()
     COST = enum.auto()
     TOTAL = enum.auto()  # at what stands for the sum of costs when the program begins

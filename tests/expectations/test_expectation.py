@@ -571,7 +571,9 @@ def test_a_cost_that_jumps_as_a_sample_with_a_pathwise_derivative_moves_is_warne
             tape, x = ap.sample(tape, dist.TruncatedNormal(jnp.full(4, theta), low=-2.0), estimator)
             tape, y = ap.sample(tape, dist.TruncatedNormal(x, low=-3.0), ap.reparameterization())
             tape, z = ap.sample(tape, dist.Bernoulli(logits=y), ap.likelihood_ratio())
-            return tape.cost(cost(x) + y + z.astype(y.dtype))
+            coin, outcome = dist.Bernoulli(logits=y), lambda b: (b, b.astype(y.dtype))
+            tape, b = ap.choose(tape, coin, outcome, ap.disarm())
+            return tape.cost(cost(x) + y + z.astype(y.dtype) + b)
 
         traced(program, THETA)
 

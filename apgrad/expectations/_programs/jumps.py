@@ -5,6 +5,7 @@ two formulas may meet, as in a leaky ReLU. As a rule they meet if one is for a s
 """
 
 import enum
+from collections.abc import Collection
 
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import Program, is_inexact, nested
@@ -27,7 +28,7 @@ def jump(program: Program) -> Jump:
     return flow(program, inputs, _through, max, lambda _: Jump.STAYS)[0]
 
 
-def marks_that_jump(program: Program, start: enum.Enum, held: enum.Enum, end: enum.Enum) -> bool:
+def marks_that_jump(program: Program, start: enum.Enum, held: Collection[enum.Enum], end: enum.Enum) -> bool:
     """Whether an array marked `end` jumps for sure as those marked `start` move, and those marked `held` do not."""
     # Samplers jump inside, so what they draw counts as moving. What is behind `lax.stop_gradient`, or has a derivative
     # of its own, is as the user wants it. To be at a point has the probability 0. Branches may meet, costs of an angle
@@ -37,7 +38,7 @@ def marks_that_jump(program: Program, start: enum.Enum, held: enum.Enum, end: en
     def transfer(eqn, facts):
         nonlocal jumps
         name, found, inside = eqn.primitive.name, max(facts, default=Jump.STAYS), nested(eqn)
-        if name == "mark" and eqn.params["kind"] in (start, held):
+        if name == "mark" and eqn.params["kind"] in (start, *held):
             return [Jump.MOVES if eqn.params["kind"] is start else Jump.STAYS]
         if name == "mark" and eqn.params["kind"] is end:
             jumps |= found == Jump.JUMPS
