@@ -67,7 +67,7 @@ def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 _CHANGES = (
     " is given a function that changes its arguments in place, or what it closes over, as modules with dropout or "
-    "batch normalization do; the changes would be lost. With Flax NNX, pass what nnx.split gives; in the function call "
-    "nnx.merge(graph, params, state, copy=True), and return the new state (nnx.state of all but the parameters) beside "
-    "the output."
+    "batch normalization do, and optimizers; the changes would be lost. With Flax NNX, pass what nnx.split gives; in "
+    "the function call nnx.merge(graph, params, state, copy=True), and return the new state (nnx.state of all but the "
+    "parameters) beside the output."
 )
