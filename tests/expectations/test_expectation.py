@@ -353,6 +353,7 @@ def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
         assert {name for name, f in functions.items() if is_sum_over(summed(f), [0]) != wanted} == set()
 
 
+less_mean = lambda x: x - x.mean(0)
 constant_shares = lambda x: jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(x[:, 0])))
 redrawn = lambda x: jax.random.categorical(KEY, jax.lax.stop_gradient(x[:, 0]), shape=(4,))
 # Functions of samples (4, 4), a lane a row: costs (4,) that depend on a sum over the lanes, and such that do not.
@@ -426,6 +427,13 @@ OF_ALL_LANES = {
     "the largest in a window of lanes": lambda x: pooled(x, (3, 1), "SAME")[:, 0],
     "the first, tiled": lambda x: x[:, 0] * jnp.tile(x[:1, 0], 4),
     "less the mean, the first written": lambda x: (lambda y: y - y.mean(0))(x.at[0].set(x[0] ** 2))[:, 0],
+    "less the mean, after a loop of steps": lambda x: (lambda y: y[0] - y[0].mean())(jax.lax.map(jnp.sin, x.T)),
+    "less the mean, the first replaced": lambda x: less_mean(jax.lax.dynamic_update_slice(x, x[:1] ** 2, (0, 0)))[:, 0],
+    "less the mean, the lanes second": lambda x: less_mean(x.T.reshape(2, 8).reshape(4, 4).T)[:, 0],
+    "less the mean, in chosen columns": lambda x: less_mean(jnp.zeros((4, 4)).at[:, np.array([2, 0])].set(x[:, :2]))[
+        :, 0
+    ],
+    "lanes as features": lambda x: jax.lax.conv(x[None, ..., None], jnp.ones((4, 4, 1, 1)), (1, 1), "SAME")[0, :, 0, 0],
     "written where others are": lambda x: x.at[np.array([1, 0, 2, 3])].set(x**2)[:, 0],
     "written in another order": lambda x: x.at[::-1].set(x**2)[:, 0],
     "the best is written": lambda x: jnp.zeros(4).at[jnp.argmax(x[:, 0])].set(1.0),
@@ -467,6 +475,10 @@ OF_ONE_LANE |= {
         lambda y: jax.lax.scan(lambda c, y: (c + y, c), 0.0, y)[1][2], x
     ),
     "solved": lambda x: jax.vmap(lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(4), x))(x)[:, 0],
+    "convolved beside the lanes": lambda x: jax.lax.conv(x[None, None], jnp.ones((1, 1, 1, 3)), (1, 1), "SAME")[
+        0, 0, :, 0
+    ],
+    "the lanes second in one axis": lambda x: jnp.sin(x.T.reshape(2, 8)).reshape(4, 4).sum(0),
     "at their own places": lambda x: x[np.arange(4)][:, 0] + x.at[jnp.arange(4)].get()[:, 1],
     "at their own places, one by one": lambda x: jax.vmap(lambda i: x[i, 0])(jnp.arange(4)),
     "at two places of each": lambda x: x[jnp.arange(4)[:, None], np.array([[2, 1]])].sum(1),

@@ -120,11 +120,11 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         return flow(program, facts, transfer, join, _own_constant, _shifted(-1), _shifted(1))
 
     # What a loop hands on or a branch returns is mixed if it may be.
-    order = {Own: 0.5, Entries: 3, str: 5, type(None): 0}
+    order = {type(None): 0, Own: 0.5, str: 5}
     everywhere = lambda f: isinstance(f, Entries) and f.axis is None
     rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(type(f), 3) + everywhere(f)
     join = lambda a, b: max(a, b, key=rank)
-    walk(program, [Own(None) if _is_integer(v.aval) else None for v in program.jaxpr.invars])
+    walk(program, [None] * len(program.jaxpr.invars))
     return found
 
 
@@ -242,8 +242,8 @@ def _is_mixed(fact):
 
 
 def _columns(eqn, facts, whole):  # of indices for several axes, as in `x[i, 1]`; `whole` of what are no indices
-    made, apart = eqn.outvars[0].aval, {*map(_is_mixed, facts)} == {True, False} or _has_places(facts)
-    if not (apart and _is_integer(made) and Parameters(eqn)["dimension"] == made.ndim - 1):
+    made = eqn.outvars[0].aval
+    if not _is_integer(made) or Parameters(eqn)["dimension"] != made.ndim - 1:
         return whole
     return Columns(tuple(f for f, v in zip(facts, eqn.invars, strict=True) for _ in range(v.aval.shape[-1])), whole)
 
@@ -287,10 +287,6 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
         found |= {axis} if operand.shape[axis] == updates.shape[facts[2]] else set()
     found -= {None}
     return None if not found else found.pop() if len(found) == 1 else MIXED
-
-
-def _has_places(facts) -> bool:
-    return any(isinstance(fact, Own | Placed) for fact in facts)
 
 
 def _is_placed(eqn, facts, made) -> bool:
