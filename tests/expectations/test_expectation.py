@@ -407,6 +407,9 @@ OF_ALL_LANES = {
     "at shuffled places": lambda x: x[jax.random.permutation(KEY, 4), 1],
     "at given places": lambda x: x[np.array([1, 0, 2, 3])][:, 1],
     "at the next place": lambda x: jax.vmap(lambda i: x[i, 0])((jnp.arange(4) + 1) % 4),
+    "at the next place in a loop": lambda x: jax.lax.scan(
+        lambda c, _: (c + x[(jnp.arange(4) + 1) % 4, 0], None), x[:, 0], None, length=2
+    )[0],
     "where it chose": lambda x: x[jnp.argmax(x, axis=1)][:, 0],
     "along its columns": lambda x: jnp.take_along_axis(x, jnp.argsort(jax.lax.stop_gradient(x), axis=0), axis=0)[:, 0],
     "repeated": lambda x: jnp.repeat(x[:, 0], np.array([2, 0, 1, 1]), total_repeat_length=4),
@@ -504,6 +507,27 @@ OF_ONE_LANE |= {
     "at a place of its own row": lambda x: (
         jnp.zeros(16).at[4 * jnp.arange(4) + jnp.argmax(x, 1)].set(x[:, 0]).reshape(4, 4).sum(1)
     ),
+    "at places that are computed": lambda x: sum(
+        x[places(jnp.arange(4)), 1]
+        for places in (
+            lambda i: i - 4,
+            lambda i: i % 4,
+            lambda i: jnp.clip(i, 0, 3),
+            lambda i: jnp.where(i < 2, i, i),
+            lambda i: i.astype(jnp.uint8),
+            lambda i: jnp.cumsum(jnp.ones_like(i)) - 1,
+            lambda i: jnp.linspace(0, 3, 4).astype(int),
+            lambda i: jnp.stack([i, jnp.argmax(x, 1)])[0],
+            lambda i: (4 * i + jnp.argmax(x, 1)) // 4,
+            lambda i: jax.lax.broadcasted_iota(int, (4, 2), 0)[:, 0],
+        )
+    ),
+    "at tuples of places": lambda x: (
+        x[tuple(jnp.stack([jnp.arange(4), jnp.argmax(x, 1)]))]
+        + jnp.zeros((4, 4)).at[tuple(jnp.stack([jnp.arange(4), jnp.argmax(x, 1)], 1).T)].set(x[:, 0]).sum(1)
+        + x[tuple(jnp.indices((4, 4)))].sum(1)
+    ),
+    "in windows of its own": lambda x: jax.lax.reduce_window(x.reshape(-1), 0.0, jax.lax.add, (4,), (4,), "VALID"),
     "at every other place": lambda x: jnp.zeros(8).at[2 * jnp.arange(4)].set(x[:, 0])[::2],
 }
 
@@ -522,7 +546,9 @@ def test_a_sum_over_lanes_that_a_scored_choice_would_pay_for_is_refused():
     for cost in OF_ONE_LANE.values():
         trace_costs(cost)
     # Places from outside of the program may be each lane's own.
-    given = lambda places: trace_costs(lambda x: x[places, 1] + jnp.zeros(4).at[places].set(x[:, 0]))
+    given = lambda places: trace_costs(
+        lambda x: x[places, 1] + x[(places + 1) % 4, 0] + jnp.zeros(4).at[places].set(x[:, 0])
+    )
     jax.eval_shape(given, jnp.arange(4))
     trace_costs(lambda x: jnp.sum(x, axis=0)[:1], lambda: ap.likelihood_ratio(None), lanes=1)
 

@@ -6,16 +6,19 @@ where none does or it is not known. So something may be missed; what is found is
 """
 
 import enum
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from apgrad._programs import kinds
 from apgrad._programs.flow import flow, steady
-from apgrad._programs.jaxprs import Parameters, Program, nested
+from apgrad._programs.jaxprs import Parameters, Program, nested, run
 from apgrad.expectations._programs.leading_axes import ALONG, BY_ELEMENT, MIXED, OF_MATRICES, REDUCTIONS, moved_axis
 
 
@@ -32,8 +35,20 @@ class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` hold
     fact: Any
 
 
-class Own(NamedTuple):  # the fact of integers: each is its own place along the axis; None for what may be any places
-    axis: int | None
+class Indices:
+    """The fact of what is made of constants alone, or, with no `make`, of integers that may be any places.
+
+    What is no single number everywhere varies.
+    """
+
+    def __init__(self, make: Callable[[], Any] | None = None, varies: bool = True, depth: int = 0):
+        self.make, self.varies, self.depth = make, varies, depth
+
+    @functools.cached_property
+    def values(self) -> np.ndarray | jax.Array:
+        assert self.make is not None
+        with jax.ensure_compile_time_eval():
+            return self.make()
 
 
 class Placed(NamedTuple):  # the fact of integers made of places along an axis, as 3 i + j, and of what has this fact
@@ -45,14 +60,27 @@ class Columns(NamedTuple):  # the facts of an array of indices, one for each num
     fact: Any  # of the array
 
 
+ANY_INDICES = Indices()
+
+
 def _constant(fact):
     return None if fact is None else Constant(fact)
+
+
+def _is_known(fact):
+    return isinstance(fact, Indices) and fact.make is not None
+
+
+def _unsure(fact):  # of what may be something else
+    return (ANY_INDICES if fact.varies else None) if isinstance(fact, Indices) else fact
 
 
 def _shifted(by):
     """What a fact is with so many axes more, or fewer, before the others; None if the fact is of the axis that goes."""
 
     def shifted(fact):
+        if isinstance(fact, Indices):
+            return _unsure(fact)
         if isinstance(fact, Constant):
             return _constant(shifted(fact.fact))
         if isinstance(fact, Placed):
@@ -79,7 +107,7 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if name in ("split", "unstack") and (pieces := _pieces(eqn, facts[0])):
             return pieces
         moving = [fact.fact if isinstance(fact, Columns | Placed) else fact for fact in facts]
-        moving = [None if isinstance(fact, Constant | Own) else fact for fact in moving]
+        moving = [None if isinstance(fact, Constant | Indices) else fact for fact in moving]
         constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
         if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
             each = Entries(axis, 0, shapes[0][axis])
@@ -97,7 +125,9 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             made = _at(_written(eqn, wholes, facts[1]), moving)
         if made is None and name in _WRITES and wholes[0] is not None:  # what is written may be in its own place
             made = moving[0]
-        made = made or _constant(_made(eqn, constant)) or _own(eqn, facts)
+        made = made or _constant(_made(eqn, constant))
+        if made is None and (places := _indices(eqn, facts)):
+            return places
         return [Placed(made) if _is_placed(eqn, facts, made) else made] * len(eqn.outvars)
 
     def over_entries(scan, facts, shapes):  # if each step has an entry; what it hands on depends on those before, too
@@ -117,13 +147,13 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         return [*made[:carried], *(each if fact == own else _shifted(1)(fact) for fact in made[carried:])]
 
     def walk(program, facts):
-        return flow(program, facts, transfer, join, _own_constant, _shifted(-1), _shifted(1))
+        return flow(program, facts, transfer, join, _of_constant, _shifted(-1), _shifted(1))
 
     # What a loop hands on or a branch returns is mixed if it may be.
-    order = {type(None): 0, Own: 0.5, str: 5}
+    order = {type(None): 0, Indices: 0.5, str: 5}
     everywhere = lambda f: isinstance(f, Entries) and f.axis is None
     rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(type(f), 3) + everywhere(f)
-    join = lambda a, b: max(a, b, key=rank)
+    join = lambda a, b: a if a is b else max(_unsure(a), _unsure(b), key=rank)
     walk(program, [None] * len(program.jaxpr.invars))
     return found
 
@@ -173,6 +203,8 @@ def _moved(eqn, number, fact):
         return fact._replace(start=fact.start + params["start_indices"][axis]) if in_a_row else None
     if name == "pad" and after[axis] == fact.of:
         return fact._replace(start=0) if params["padding_config"][axis][0] == fact.start else MIXED
+    if before[axis] > fact.of and name.startswith(("conv", "reduce_window")):  # a window may be in one entry
+        return None
     if _is_of_others(eqn, number, axis):
         return MIXED if not one else fact._replace(axis=None) if name in REDUCTIONS else None
     if one and (name == "reshape" or (name == "squeeze" and axis in params["dimensions"])):
@@ -243,13 +275,28 @@ def _is_mixed(fact):
 
 def _columns(eqn, facts, whole):  # of indices for several axes, as in `x[i, 1]`; `whole` of what are no indices
     made = eqn.outvars[0].aval
-    if not _is_integer(made) or Parameters(eqn)["dimension"] != made.ndim - 1:
+    if not _is_integer(made) or Parameters(eqn)["dimension"] != made.ndim - 1 or all(map(_is_known, facts)):
         return whole
     return Columns(tuple(f for f, v in zip(facts, eqn.invars, strict=True) for _ in range(v.aval.shape[-1])), whole)
 
 
 def _index(fact, number):  # the fact of the indices for one axis
+    if _is_known(fact):
+        return Indices(lambda: fact.values[..., number : number + 1], fact.varies)
     return fact.facts[number] if isinstance(fact, Columns) else fact
+
+
+def _own_axis(place, size):  # the axis along which each index is its own place
+    if not _is_known(place):
+        return None
+    values = np.asarray(place.values)
+    own = lambda axis: np.all(np.moveaxis(values, axis, -1) == np.arange(size))
+    return next((a for a, n in enumerate(values.shape[:-1]) if n == size and own(a)), None)
+
+
+def _is_apart(place, axis):  # whether no index along the axis is there twice
+    values = np.sort(np.asarray(place.values), axis)
+    return np.all(np.diff(values, axis=axis) != 0)
 
 
 def _read(eqn, axis, indices):  # the fact of what is read along an axis; None where it is not known, as at one index
@@ -259,8 +306,10 @@ def _read(eqn, axis, indices):  # the fact of what is read along an axis; None w
     if axis not in how.start_index_map:
         return None
     place = _index(indices[0], how.start_index_map.index(axis))
-    if isinstance(place, Own):
-        return None if place.axis is None or indexed[place.axis] != size else moved_axis(eqn, 1, place.axis)
+    if place is ANY_INDICES or isinstance(place, Placed) or (_is_known(place) and np.ptp(place.values) == 0):
+        return None
+    if (own := _own_axis(place, size)) is not None:
+        return moved_axis(eqn, 1, own)
     # Fewer indices may be those of a part that stays by itself.
     return MIXED if _is_mixed(place) or size in indexed[:-1] else None
 
@@ -273,11 +322,14 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
     def to(axis):  # where an axis of the indices comes to lie
         if axis in how.scatter_indices_batching_dims:
             return how.operand_batching_dims[how.scatter_indices_batching_dims.index(axis)]
-        columns = {_index(indices, n): a for n, a in enumerate(how.scatter_dims_to_operand_dims)}
-        if Own(axis) in columns and operand.shape[columns[Own(axis)]] == places.shape[axis]:
-            return columns[Own(axis)]
-        kinds_of, room = {*map(type, columns)}, math.prod(operand.shape[a] for a in how.scatter_dims_to_operand_dims)
-        return None if Own in kinds_of or (Placed in kinds_of and room > places.shape[axis]) else MIXED
+        size, to = places.shape[axis], how.scatter_dims_to_operand_dims
+        columns = [_index(indices, n) for n in range(len(to))]
+        own = [a for a, place in zip(to, columns, strict=True) if _own_axis(place, size) == axis]
+        if own and operand.shape[own[0]] == size:
+            return own[0]
+        apart = [isinstance(c, Placed) or (_is_known(c) and _is_apart(c, axis)) for c in columns]
+        roomy = any(apart) and math.prod(operand.shape[a] for a in to) > size
+        return None if own or ANY_INDICES in columns or roomy else MIXED
 
     found = {facts[0], None if facts[1] is None else to(facts[1])}
     if facts[2] in apart:
@@ -289,35 +341,41 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
     return None if not found else found.pop() if len(found) == 1 else MIXED
 
 
+def _has_places(facts) -> bool:
+    of = [fact.facts if isinstance(fact, Columns) else (fact,) for fact in facts]
+    return any(isinstance(f, Placed) or (isinstance(f, Indices) and f.varies) for fs in of for f in fs)
+
+
 def _is_placed(eqn, facts, made) -> bool:
-    if not (isinstance(made, Entries | None) and eqn.outvars and _is_integer(eqn.outvars[0].aval)):
+    if not (isinstance(made, Entries) and eqn.outvars and _is_integer(eqn.outvars[0].aval)):
         return False
-    places = any(isinstance(fact, Placed) or (isinstance(fact, Own) and fact.axis is not None) for fact in facts)
-    return places and eqn.primitive.name in _BY_PLACE | kinds.SAME_VALUE | kinds.VIEW
+    return _has_places(facts[:1] if eqn.primitive.name in ("gather", "dynamic_slice") else facts)
 
 
-def _own(eqn, facts):
-    name, made = eqn.primitive.name, [v.aval for v in eqn.outvars[:1]]
-    if not (made and _is_integer(made[0])):
-        return None
-    if name == "iota":
-        return Own(Parameters(eqn)["dimension"])
-    if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-        return Own(None)
-    given = [(n, fact.axis) for n, fact in enumerate(facts) if isinstance(fact, Own)]
-    if not (given and ((name in kinds.VIEW and name != "rev") or name in kinds.SAME_VALUE or name == "select_n")):
-        return None
-    axes = {axis if axis is None else moved_axis(eqn, n, axis) for n, axis in given}
-    return Own(axes.pop()) if len(axes) == 1 else None
+def _indices(eqn, facts):  # the facts of what is made of places or of constants, if any
+    name, given = eqn.primitive.name, [fact for fact in facts if isinstance(fact, Indices)]
+    if name in kinds.SAME_VALUE:
+        return facts[: len(eqn.outvars)] if given else None
+    depth = 1 + max((fact.depth for fact in given), default=0)
+    known = all(map(_is_known, facts)) and depth < 99
+    if known and name in _CONSTANT:
+        made = functools.cache(lambda: run(eqn, [fact.values for fact in given]))
+        varies = name == "iota" or _has_places(facts)
+        return [Indices(lambda n=n: made()[n], varies, depth) for n in range(len(eqn.outvars))]
+    # Sums of places and of what is not known, as the number of a step, are no places, nor are those that are shuffled.
+    moved = name == "select_n" or name not in _BY_PLACE | {"sort"}
+    whole = ANY_INDICES in facts or (moved and _has_places(facts))
+    whole |= name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+    return [ANY_INDICES if whole and _is_integer(v.aval) else None for v in eqn.outvars]
 
 
-def _own_constant(value):
-    if not np.ndim(value) or not _is_integer(value):
-        return None
+_CONSTANT = _OF_EVERY_ENTRY - {"pmax", "pmin", "psum"} | _WRITES | {"concatenate", "iota", "split", "stack"}
+
+
+def _of_constant(value):
     if isinstance(value, Tracer):
-        return Own(None)
-    moved = lambda a: np.moveaxis(np.asarray(value), a, -1)
-    return next((Own(a) for a, n in enumerate(value.shape) if np.all(moved(a) == np.arange(n))), None)
+        return ANY_INDICES if np.ndim(value) and _is_integer(value) else None
+    return Indices(lambda: value, bool(np.ndim(value)) and _is_integer(value))
 
 
 def _is_integer(value) -> bool:
