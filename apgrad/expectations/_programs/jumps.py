@@ -32,7 +32,8 @@ def marks_that_jump(program: Program, start: enum.Enum, held: Collection[enum.En
     """Whether an array marked `end` jumps for sure as those marked `start` move, and those marked `held` do not."""
     # Samplers jump inside, so what they draw counts as moving. What is behind `lax.stop_gradient`, or has a derivative
     # of its own, is as the user wants it. To be at a point has the probability 0. Branches may meet, costs of an angle
-    # do at the ends of a period, and a product where its other factor is 0, as in a quantile's loss.
+    # do at the ends of a period, and a product where its other factor is 0, as in a quantile's loss (so
+    # with what is read at an index).
     jumps = False
 
     def transfer(eqn, facts):
@@ -46,6 +47,9 @@ def marks_that_jump(program: Program, start: enum.Enum, held: Collection[enum.En
             return [Jump.STAYS] * len(eqn.outvars)
         if name in ("mul", "div") and {Jump.MOVES, Jump.MAY_JUMP} & {*facts}:
             return [min(found, Jump.MAY_JUMP)]
+        chosen = facts[1:] if name == "cond" else facts[:1] if name in ("gather", "dynamic_slice") else []
+        if max(chosen, default=None) in (Jump.MOVES, Jump.MAY_JUMP):
+            return [min(found, Jump.MAY_JUMP)] * len(eqn.outvars)
         own = inside is not None and inside.kind == "custom"
         if (own or name == "rem" or (name == "cond" and facts[0])) and found != Jump.JUMPS:
             return [min(found, Jump.MAY_JUMP)] * len(eqn.outvars)
@@ -85,4 +89,15 @@ def _made(name, facts, found, made):
 _STAY = ("any_mapped", "is_finite")  # their outputs stay while inputs move between finite numbers
 _JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
 # Functions of JAX, compiled by these names, whose formulas meet.
-_CONTINUOUS = ("_interp", "celu", "elu", "hypot", "leaky_relu", "nan_to_num", "selu", "sinc", "sparse_plus")
+_CONTINUOUS = (
+    "_interp",
+    "_map_coordinates",
+    "celu",
+    "elu",
+    "hypot",
+    "leaky_relu",
+    "nan_to_num",
+    "selu",
+    "sinc",
+    "sparse_plus",
+)
