@@ -96,7 +96,9 @@ class Planner:
         self.loops = 0
 
     def constant(self, value: Any) -> int:
-        return self.closed if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
+        # Integers that are data, as tokens, make activations of a parameter that they index.
+        data = lambda: self.closed == DATA or jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+        return self.closed if np.ndim(value) and data() else MADE
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
         jaxpr = program.jaxpr

@@ -220,6 +220,15 @@ def test_what_a_function_closes_over_is_data_if_the_parameters_are_named():
         )
 
 
+def test_tokens_that_a_function_closes_over_are_data_if_the_parameters_are_named():
+    """The embedding was a weight, so that the layer after it was none, without a word where there are others."""
+    loss = lambda ws, tokens: jnp.sum(jnp.tanh(ws[1].T[tokens] @ ws[1]) @ ws[0])
+    ws, tokens = (W, jnp.cos(W.T)), jnp.array([1, 0, 1])
+    rule = ap.rewiring.sign_symmetry()
+    found = jax.grad(ap.rewire(lambda ws: loss(ws, tokens), rule, argnums=0))(ws)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.grad(ap.rewire(loss, rule, argnums=0))(ws, tokens))
+
+
 def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     dense, mesh = rebuilding(("dense",))[0], jax.make_mesh((1,), ("i",))
     lean = ap.randomize(lambda w, x: x @ w, ap.memory.rounding(bits=4), min_size=0)
