@@ -36,11 +36,8 @@ class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` hold
 
 
 class Indices:
-    """The fact of what is made of constants alone, or, with no `make`, of integers that may be any places.
-
-    What is no single number everywhere varies.
-    """
-
+    # The fact of what is made of constants alone, or, with no `make`, of integers that may be any places. What is no
+    # single number everywhere varies.
     def __init__(self, make: Callable[[], Any] | None = None, varies: bool = True, depth: int = 0):
         self.make, self.varies, self.depth = make, varies, depth
 
