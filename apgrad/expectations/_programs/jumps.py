@@ -32,8 +32,8 @@ def marks_that_jump(program: Program, start: enum.Enum, held: Collection[enum.En
     """Whether an array marked `end` jumps for sure as those marked `start` move, and those marked `held` do not."""
     # Samplers jump inside, so what they draw counts as moving. What is behind `lax.stop_gradient`, or has a derivative
     # of its own, is as the user wants it. To be at a point has the probability 0. Branches may meet, costs of an angle
-    # do at the ends of a period, and a product where its other factor is 0, as in a quantile's loss (so
-    # with what is read at an index).
+    # do at the ends of a period, what is read at an index that jumps does as in a maximum, and a product does where its
+    # other factor is 0, as in a quantile's loss.
     jumps = False
 
     def transfer(eqn, facts):
@@ -89,15 +89,5 @@ def _made(name, facts, found, made):
 _STAY = ("any_mapped", "is_finite")  # their outputs stay while inputs move between finite numbers
 _JUMPS = ("ceil", "cond", "floor", "rem", "round", "sign")
 # Functions of JAX, compiled by these names, whose formulas meet.
-_CONTINUOUS = (
-    "_interp",
-    "_map_coordinates",
-    "celu",
-    "elu",
-    "hypot",
-    "leaky_relu",
-    "nan_to_num",
-    "selu",
-    "sinc",
-    "sparse_plus",
-)
+_CONTINUOUS = ("_interp", "_map_coordinates", "celu", "elu", "hypot", "leaky_relu", "nan_to_num", "selu", "sinc")
+_CONTINUOUS += ("sparse_plus",)
