@@ -260,9 +260,8 @@ def make_plan(
         warn(
             f"a cost jumps as what {done['moving']} drew moves, by a comparison, floor, round, sign or an integer: a "
             "pathwise derivative misses what the jump gives, so that the gradient is biased, and 0 where there is "
-            "nothing else. Use likelihood_ratio() or measure_valued(), or write the cost without jumps. Where its two "
-            "formulas meet, as in an interpolation, compare jax.lax.stop_gradient of what was drawn: nothing is then "
-            "said."
+            "nothing else. Use likelihood_ratio() or measure_valued(), or write the cost without jumps. If it has none "
+            "there, as an interpolation, compare jax.lax.stop_gradient of what was drawn, which is not warned of."
         )
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)

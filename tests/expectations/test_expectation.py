@@ -564,6 +564,7 @@ JUMPING = {
     "sign": lambda x: x + jnp.sign(x),
     "while it lives": lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c * jnp.astype(c + x < 1, x.dtype), jnp.ones(4)),
     "mapped": jax.vmap(lambda x: jax.lax.cond(x > 0, lambda: 1.0, lambda: 0.0)),
+    "in a branch": lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jax.lax.cond(i > 1, jnp.round, jnp.sin, x), x),
     "in functions": jax.checkpoint(jax.jit(lambda x: jnp.ceil(x) ** 2)),
     "where one of two jumps": lambda x: jnp.where(x > 0, jnp.floor(x), x),
     "counted": lambda x: jnp.sum(x[:, None] > TABLE, axis=1).astype(x.dtype),

@@ -45,13 +45,11 @@ def marks_that_jump(program: Program, start: enum.Enum, held: Collection[enum.En
             jumps |= found == Jump.JUMPS
         if name == "stop_gradient" or (name in ("eq", "ne") and found < Jump.EQUALS):
             return [Jump.STAYS] * len(eqn.outvars)
-        if name in ("mul", "div") and {Jump.MOVES, Jump.MAY_JUMP} & {*facts}:
-            return [min(found, Jump.MAY_JUMP)]
-        chosen = facts[1:] if name == "cond" else facts[:1] if name in ("gather", "dynamic_slice") else []
-        if max(chosen, default=None) in (Jump.MOVES, Jump.MAY_JUMP):
-            return [min(found, Jump.MAY_JUMP)] * len(eqn.outvars)
+        moving, branches = (Jump.MOVES, Jump.MAY_JUMP), name == "cond" and facts[0]
+        chosen = facts[1:] if branches else facts[:1] if name in ("gather", "dynamic_slice") else []
+        meets = max(chosen, default=None) in moving or (name in ("mul", "div") and any(f in moving for f in facts))
         own = inside is not None and inside.kind == "custom"
-        if (own or name == "rem" or (name == "cond" and facts[0])) and found != Jump.JUMPS:
+        if meets or ((own or branches or name == "rem") and found != Jump.JUMPS):
             return [min(found, Jump.MAY_JUMP)] * len(eqn.outvars)
         return _through(eqn, facts)
 
