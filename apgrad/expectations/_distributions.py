@@ -126,7 +126,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
         if not supports.have_one_support(supports.components_of(part)):
             refuse(f"the supports of the components of {type(part).__name__} are not known to be one fixed interval")
     with standard_promotion():
-        univariate = _as_sampled(univariate)
+        univariate = as_sampled(univariate)
         for _ in range(3):
             x = x - (zero_with_gradient(univariate.cdf(x)) / jnp.exp(univariate.log_prob(x))).astype(x.dtype)
     return x
@@ -160,7 +160,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     while isinstance(distribution, _AROUND):
         distribution = distribution.base_dist
     tiny, eps = float(jnp.finfo(x.dtype).tiny), float(jnp.finfo(x.dtype).eps)
-    of_gammas = [_keeps_log_prob(p, _OF_GAMMAS) for p in (distribution, *supports.components_of(distribution))]
+    of_gammas = [keeps_log_prob(p, _OF_GAMMAS) for p in (distribution, *supports.components_of(distribution))]
     high, low = x >= 1 - 4 * eps, x <= 1.0001 * tiny
     for near, end in ((high, 1 - eps), (high, 1 - 2 * eps), (low, tiny)) if around and any(of_gammas) else ():
         # An end is no constant here: XLA would transform it when it compiles, with other rounding than for samples.
@@ -190,7 +190,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         width = scale + jnp.linalg.norm(jnp.asarray(distribution.cov_factor), axis=-1)
     else:
         unit = isinstance(supports.constraint_of(distribution, "support"), _UNIT)
-        return rounded | clipped(x) if unit and not _keeps_log_prob(distribution, _OF_GAMMAS) else rounded
+        return rounded | clipped(x) if unit and not keeps_log_prob(distribution, _OF_GAMMAS) else rounded
     near = jnp.abs(x - distribution.loc) <= 8 * (width + step)
     return rounded | within(near & (step > scale))
 
@@ -247,10 +247,10 @@ def once_at_kinks(what: str, distribution: Any) -> Any:
 
 def log_prob(distribution: Any, x: jax.Array, *, own: bool = False) -> jax.Array:
     """The log-density of values, in float32 at least; with `own`, of the distribution's own samples (`_WithEnds`)."""
-    return _as_sampled(distribution, own).log_prob(widened(x))
+    return as_sampled(distribution, own).log_prob(widened(x))
 
 
-def _as_sampled(distribution, own=False):
+def as_sampled(distribution, own=False):
     """The distribution, in float32 at least, with the law of its samples and the derivatives of this law.
 
     NumPyro's log-densities have wrong derivatives for logits (`_OfLogits`), and for categorical or multinomial
@@ -259,33 +259,33 @@ def _as_sampled(distribution, own=False):
     difference of large numbers: the largest logit is taken off.
     """
 
-    def as_sampled(part):
-        if _keeps_log_prob(part, _BY_LOGITS):
+    def of_part(part):
+        if keeps_log_prob(part, _BY_LOGITS):
             return _OfLogits(part)
-        if own and _keeps_log_prob(part, _OF_GAMMAS):
+        if own and keeps_log_prob(part, _OF_GAMMAS):
             return _WithEnds(part)
-        if _keeps_log_prob(part, _ON_A_SIMPLEX):
+        if keeps_log_prob(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
             part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
             vars(part).pop("logits", None)  # computed from the old ones, and kept
-        if _keeps_log_prob(part, _UP_TO_A_CONSTANT):
+        if keeps_log_prob(part, _UP_TO_A_CONSTANT):
             part, logits = copy.copy(part), jnp.asarray(part.logits)
             part.logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-        if _keeps_log_prob(part, _GATED):
+        if keeps_log_prob(part, _GATED):
             part = copy.copy(part)
             part.base_dist = mended(part.base_dist)
             return _Gated(part)
-        if _keeps_log_prob(part, _MIXTURES):
-            return _Mixed(jax.tree.map(as_sampled, part, is_leaf=lambda x: x is not part and mend(x)))
-        return _Counts(part) if _keeps_log_prob(part, _COUNTS) else part
+        if keeps_log_prob(part, _MIXTURES):
+            return _Mixed(jax.tree.map(of_part, part, is_leaf=lambda x: x is not part and mend(x)))
+        return _Counts(part) if keeps_log_prob(part, _COUNTS) else part
 
     of = (*_BY_LOGITS, *_OF_GAMMAS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT, *_GATED, *_MIXTURES, *_COUNTS)
-    mend = lambda part: _keeps_log_prob(part, of)
-    mended = lambda tree: jax.tree.map(as_sampled, tree, is_leaf=mend)
+    mend = lambda part: keeps_log_prob(part, of)
+    mended = lambda tree: jax.tree.map(of_part, tree, is_leaf=mend)
     return mended(widened(distribution))
 
 
-def _keeps_log_prob(part, classes) -> bool:
+def keeps_log_prob(part, classes) -> bool:
     """Whether a distribution is of one of these classes and has its log_prob: a subclass may have another."""
     return any(isinstance(part, base) and type(part).log_prob is base.log_prob for base in classes)
 

@@ -531,6 +531,18 @@ def test_an_estimator_of_a_user_that_returns_something_else_is_refused():
     refused(TypeError, words + "float", run, lambda x, cost: (1.0, cost))
 
 
+class Cubed(dist.CategoricalProbs):
+    def log_prob(self, value):
+        return jax.nn.log_softmax(3 * jnp.log(self.probs))[0, value]
+
+
+def test_enumeration_takes_the_log_prob_that_a_user_gave_a_subclass():
+    probs, costs = jnp.array([0.2, 0.3, 0.5]), jnp.array([0.2, 1.0, 0.5])
+    program = lambda tape: ap.choose(tape, Cubed(probs=probs[None]), lambda x: (costs[x], None), ap.enumeration())[0]
+    exact = jnp.sum(probs**3 * costs) / jnp.sum(probs**3)
+    np.testing.assert_allclose(ap.expectation(program, 1)(KEY), exact, rtol=1e-6)
+
+
 @pytest.mark.parametrize("family", [dist.Bernoulli, dist.Categorical])
 def test_enumeration_sees_what_is_impossible_now(family, x64):
     # Of three Bernoulli choices, or of three categories, with probabilities of exactly 0 and 1: two orders.

@@ -112,15 +112,14 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
 
 def probabilities(distribution: Any, outcomes: jax.Array, density: jax.Array) -> jax.Array:
     """Those of joint outcomes, (n, lanes), whose derivatives are right at a probability of exactly 0, too."""
-    one = base(distributions.widened(distribution))
-    if not isinstance(one, dist.BernoulliProbs | dist.CategoricalProbs):
+    one = base(distributions.as_sampled(distribution))
+    if not distributions.keeps_log_prob(one, (dist.BernoulliProbs, dist.CategoricalProbs)):
         return jnp.exp(density)
     with standard_promotion():
         if isinstance(one, dist.BernoulliProbs):
             each = jnp.where(outcomes == 1, one.probs, 1 - jnp.asarray(one.probs))
         else:
-            probs = jnp.asarray(one.probs)
-            probs = jnp.broadcast_to(probs / jnp.sum(probs, -1, keepdims=True), (*outcomes.shape, probs.shape[-1]))
+            probs = jnp.broadcast_to(one.probs, (*outcomes.shape, one.probs.shape[-1]))
             each = jnp.take_along_axis(probs, outcomes[..., None], axis=-1)[..., 0]
     return jnp.prod(each.reshape(*each.shape[:2], -1), axis=-1)
 
