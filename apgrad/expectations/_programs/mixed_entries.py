@@ -319,13 +319,13 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
     def to(axis):  # where an axis of the indices comes to lie
         if axis in how.scatter_indices_batching_dims:
             return how.operand_batching_dims[how.scatter_indices_batching_dims.index(axis)]
-        size, to = places.shape[axis], how.scatter_dims_to_operand_dims
-        columns = [_index(indices, n) for n in range(len(to))]
-        own = [a for a, place in zip(to, columns, strict=True) if _own_axis(place, size) == axis]
+        size, dims = places.shape[axis], how.scatter_dims_to_operand_dims
+        columns = [_index(indices, n) for n in range(len(dims))]
+        own = [a for a, place in zip(dims, columns, strict=True) if _own_axis(place, size) == axis]
         if own and operand.shape[own[0]] == size:
             return own[0]
-        apart = [isinstance(c, Placed) or (_is_known(c) and _is_apart(c, axis)) for c in columns]
-        roomy = any(apart) and math.prod(operand.shape[a] for a in to) > size
+        single = any(isinstance(c, Placed) or (_is_known(c) and _is_apart(c, axis)) for c in columns)
+        roomy = single and math.prod(operand.shape[a] for a in dims) > size
         return None if own or ANY_INDICES in columns or roomy else MIXED
 
     found = {facts[0], None if facts[1] is None else to(facts[1])}
@@ -354,7 +354,7 @@ def _indices(eqn, facts):  # the facts of what is made of places or of constants
     if name in kinds.SAME_VALUE:
         return facts[: len(eqn.outvars)] if given else None
     depth = 1 + max((fact.depth for fact in given), default=0)
-    known = all(map(_is_known, facts)) and depth < 99
+    known = all(map(_is_known, facts)) and depth < 99  # evaluated by so many calls in each other
     if known and name in _CONSTANT:
         made = functools.cache(lambda: run(eqn, [fact.values for fact in given]))
         varies = name == "iota" or _has_places(facts)
