@@ -28,6 +28,7 @@ Stronger shrinkage takes away small weights of c_2, which alone keep a rare lane
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -162,6 +163,8 @@ class _LeastVariance:
         return jnp.stack(weights)
 
 
+# Jitted, so that nodes of one shape trace it once.
+@functools.partial(jax.jit, static_argnums=3)
 def _shares(first, second, suffix, shrinkage):
     sizes = _sizes(first), _sizes(second)
     largest = [jnp.max(size) for size in sizes]

@@ -6,6 +6,7 @@
 The z_k are uncorrelated, as sketches need (`uses.py`), and <a (x) b, z_k> is two short products, (a . u_k)(b . v_k).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,15 +36,8 @@ def random_signs(seed: jax.Array, number: int, like: Any) -> Factors:
     other sign for complex numbers is imaginary, so that half of the products are of real parts, and half of imaginary.
     """
     shape = jnp.shape(like)
-
-    def signs(name, size):
-        # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
-        start = _hash(seed + jnp.uint32(name * 0x9E3779B9 % 2**32))
-        bits = _hash(lax.iota(jnp.uint32, size) * jnp.uint32(0x9E3779B1) ^ start)
-        return 1 - 2 * (bits[None] >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
-
-    axes = [signs(2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
-    scale = signs(number + 1, 1)[:, 0]
+    axes = [_signs(seed, 2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
+    scale = _signs(seed, number + 1, 1)[:, 0]
     if jnp.iscomplexobj(like):
         scale = scale * jnp.array([2**0.5, 2**0.5 * 1j] * (NUMBER // 2), like.dtype)
     return Factors(scale, tuple(axes))
@@ -52,6 +46,15 @@ def random_signs(seed: jax.Array, number: int, like: Any) -> Factors:
 def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
     """The real part of the products, as JAX pairs messages and derivatives."""
     return sum((jnp.real(_inner(x, z)) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
+
+
+# Jitted, so that nodes of one shape trace it once.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _signs(seed, name, size):
+    # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
+    start = _hash(seed + jnp.uint32(name * 0x9E3779B9 % 2**32))
+    bits = _hash(lax.iota(jnp.uint32, size) * jnp.uint32(0x9E3779B1) ^ start)
+    return 1 - 2 * (bits[None] >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
 
 
 def _hash(x):
