@@ -17,7 +17,7 @@ from apgrad.expectations.estimators._discrete import enumerated, number_of_outco
 def enumeration() -> ChoiceEstimator:
     """The exact sum over all outcomes, for any distribution with `enumerate_support`; `ap.choose` takes it.
 
-    At `Binomial(n, probs=0.0)` the derivative with respect to the probability comes out as 0: take logits there.
+    Where p of `Binomial(n, probs=p)` is 0 or 1, its derivative comes out as 0: take logits, or n Bernoulli choices.
 
     Outcomes that cannot be enumerated are a `TypeError` at trace time, more than 65,536 joint ones a `ValueError`.
 
