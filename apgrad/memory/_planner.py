@@ -97,13 +97,14 @@ def plan(
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
     best: Trial | None = None
+    why: Exception | None = None  # nothing can be rounded
     left, beyond = found[1:], 0.0
     while left and len(trials) <= _TRIES:
         fits = [c for c in left if c.nbytes + beyond <= budget_bytes]
         if best is not None and not fits:
             break
         pick = min(fits, key=lambda c: (c.work, c.nbytes)) if fits else min(left, key=lambda c: c.nbytes)
-        walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays).stretch(*stretch)
+        walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays, exact=True).stretch(*stretch)
         trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(function, walk))
         beyond = trial.peak_bytes - pick.nbytes
         if trial.peak_bytes <= budget_bytes:
@@ -123,7 +124,11 @@ def plan(
                 break
             tried.add(estimate)
             walk = lambda *stretch, choose=choose: StretchWalk(choose).stretch(*stretch)
-            trial = compiled("pack", 0.0, added_variance(coefficients, choose), walked(function, walk))
+            try:
+                trial = compiled("pack", 0.0, added_variance(coefficients, choose), walked(function, walk))
+            except (TypeError, NotImplementedError) as error:  # messages that are not linear, or go where none can see
+                why = error
+                break
             spare = budget_bytes - trial.peak_bytes
             if spare >= 0:
                 best, low = trial, estimate
@@ -143,7 +148,7 @@ def plan(
         f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "
         f"budget_bytes={smallest}, a smaller batch{cut}, or ap.randomize of the function with jax.checkpoint around "
         "its blocks. Tried were\n" + table(trials)
-    )
+    ) from why
 
 
 def table(trials: Sequence[Trial], chosen: Trial | None = None) -> str:

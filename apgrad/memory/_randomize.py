@@ -193,11 +193,12 @@ def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], mi
     leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
-    return _recorded(min_size, {}, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0))
+    return _recorded(min_size, {}, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0), exact=True)
 
 
-def _recorded(min_size: int, linear: Any, *stretch: Any) -> Recorded:
-    walk = StretchWalk(_chooser(rounding(32), None, min_size, {}), linear=linear)  # which marks what could be sampled
+def _recorded(min_size: int, linear: Any, *stretch: Any, exact: bool = False) -> Recorded:
+    choose = _chooser(rounding(32), None, min_size, {})  # which marks what could be sampled
+    walk = StretchWalk(choose, linear=linear, exact=exact)
     made = walk.make(*stretch)
     # JAX traces a loop again when it finds one more carry to differentiate: the last of these traces is the loop.
     inside = sorted(walk.plans.items(), key=lambda item: len(item[0][2]))
@@ -275,8 +276,9 @@ class StretchWalk:
         at_boundary: Any = None,
         stays: Mapping[str, frozenset[int]] | None = None,
         linear: dict[Any, tuple[Any, Linearized]] | None = None,  # of stretches without programs inside
+        exact: bool = False,  # nothing is sampled, so that backward passes need not be linear
     ):
-        self.choose, self.at_boundary, self.stays = choose, at_boundary, stays or {}
+        self.choose, self.at_boundary, self.stays, self.exact = choose, at_boundary, stays or {}, exact
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
         self.linear = {} if linear is None else linear
 
@@ -323,7 +325,8 @@ class StretchWalk:
         avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]  # of the key the dtype alone matters
         index = id(program.jaxpr), tuple(flags), tuple(chosen)
-        _, linear = self.linear.get(index) or (program, linearized(linearize, inputs, _own_rules(program, where)))
+        made = lambda: linearized(linearize, inputs, _own_rules(program, where), self.exact)
+        _, linear = self.linear.get(index) or (program, made())
         if index not in self.linear and not any(map(is_control_flow, jaxprs.all_equations(program))):
             self.linear[index] = program, linear  # with control flow inside, it depends on the choice of samplers
         how = {"choose": self.choose, "where": where, "count": count, "stays": self.stays.get(where)}

@@ -1,10 +1,12 @@
 """A plan keeps its budget of compiled memory or refuses it, and is exact where that can be."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 import apgrad as ap
 from apgrad.memory._randomize import recorded
@@ -118,6 +120,22 @@ def test_a_budget_is_refused_with_the_smallest_that_is_kept():
     assert "a smaller batch" in said and "\nrecompute  " in said and "\npack" not in said
     smallest = int(said.split("that was found is ")[1].split()[0])
     assert plan(smallest).chosen.peak_bytes == smallest
+
+
+def test_kernels_and_clipped_messages_are_kept_or_computed_again_and_never_rounded():
+    def kernel(f, *args):
+        write = lambda *refs: refs[-1].__setitem__(..., f(*(ref[...] for ref in refs[:-1])))
+        return pl.pallas_call(write, jax.ShapeDtypeStruct(args[0].shape, args[0].dtype), interpret=True)(*args)
+
+    tanh = jax.custom_vjp(lambda x: kernel(jnp.tanh, x))
+    back = lambda x, m: (kernel(lambda x, m: jnp.clip(m, -1e-3, 1e-3) * (1 - jnp.tanh(x) ** 2), x, m),)
+    tanh.defvjp(lambda x: (kernel(jnp.tanh, x), x), back)
+    loss = lambda ws, x: jnp.mean(functools.reduce(lambda x, w: tanh(x @ w), ws, x) ** 2)
+    plan = R.plan(loss, WS, X, budget_bytes=8 * ARRAY)
+    assert plan.chosen.method == "recompute" and plan.chosen.peak_bytes <= 8 * ARRAY
+    assert_exact(plan.function, loss, WS, X, rtol=1e-5)
+    said = refused(ValueError, "a budget of 100 bytes cannot be kept", R.plan, loss, WS, X, budget_bytes=100)
+    assert "\npack" not in str(said)
 
 
 def test_a_small_loop_is_measured():

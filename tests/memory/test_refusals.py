@@ -11,7 +11,9 @@ import pytest
 from jax.experimental.ode import odeint
 
 import apgrad as ap
-from tests.memory.unbiased import KEY, Own, assert_exact, normal
+from apgrad.memory._randomize import recorded
+from apgrad.memory._recompute import choices
+from tests.memory.unbiased import KEY, Own, assert_exact, computed_again, normal
 from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
@@ -107,6 +109,13 @@ def test_linear_ones_are_not():
     assert_exact(ap.randomize(total, R.rounding(32), min_size=16), total, W, X, rtol=1e-4, atol=1e-5)
     jax.effects_barrier()
     np.testing.assert_allclose(*SEEN, rtol=1e-5)  # by each of the two
+
+
+def test_what_is_exact_takes_any_backward_pass():
+    steps = lambda w, x: jnp.sum(jax.lax.scan(lambda x, _: (clipped(x @ w), None), x, length=3)[0])
+    total = lambda w, x: sum(function(w, x) for function in [*REFUSED.values(), steps])
+    stays = choices(recorded(total, (W, X), [0], 16))[-1].stays
+    assert_exact(computed_again(total, stays), total, W, X, rtol=1e-4, atol=1e-5)
 
 
 def test_a_randomized_part_is_linear():

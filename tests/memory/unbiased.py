@@ -33,7 +33,7 @@ def mlp(ws, x):
 
 def computed_again(function, stays):
     """All that does not stay."""
-    return walked(function, lambda *stretch: StretchWalk(lambda _: None, None, stays).stretch(*stretch))
+    return walked(function, lambda *stretch: StretchWalk(lambda _: None, None, stays, exact=True).stretch(*stretch))
 
 
 def normal(seed, *shape):
