@@ -124,6 +124,12 @@ def _mapped_with_batched(values, dims):
     return _mapped_with_p.bind(x, flag), axis
 
 
+def _mark_batched(values, dims, **of):
+    # The mapped axis comes first, as a port's does: else a value would be turned after the mark, and its port not.
+    (x,), (axis,) = values, dims
+    return _mark_p.bind(jnp.moveaxis(x, axis, 0), **of | {"mapped": True}), 0
+
+
 def _refuse_jvp(primals, tangents, *, reason):
     raise TypeError(reason)
 
@@ -163,7 +169,7 @@ _any_mapped_p = elementwise("any_mapped", _any_mapped_jvp, lambda *_: jnp.zeros(
 _any_mapped_p.def_abstract_eval(lambda *_: jax.typeof(np.False_))
 batching.primitive_batchers[_any_mapped_p] = _any_mapped_batched
 _mark_p = elementwise("mark")
-batching.primitive_batchers[_mark_p] = lambda xs, axes, **of: (_mark_p.bind(*xs, **of | {"mapped": True}), *axes)
+batching.primitive_batchers[_mark_p] = _mark_batched
 _refuse_message_p = elementwise("refuse_message", _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
 _refused_message_p = elementwise("refused_message", _refused_message_jvp, lambda x, **_: jnp.full_like(x, jnp.nan))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Literal
 
 from apgrad._ground.port import Signal
@@ -29,7 +28,7 @@ NOTHING: Fact = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
-# In the fact of what a port has otherwise than its value: comparisons of ports, constants with an axis of their size.
+# In the fact of what a port has otherwise than its value: comparisons of ports.
 UNLIKE = ("", "unlike")
 NONLINEAR = "a nonlinear function"
 SHARED = "the shared node"  # the origin of a parameter that `mplp.shared` made begins with this
@@ -77,7 +76,7 @@ class Walk:
             entering = eqn.params["kind"] is Gate.IN
             return [self.enter(where, part, facts[0], eqn) if entering else self.leave(where, part, kind, facts[0])]
         if name == "shard_map":
-            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, self.of_constant, held=_held)
+            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, lambda _: NOTHING, held=_held)
         inside = nested(eqn)
         # An input of a nested program is the variable outside, so that two uses of it are seen. Of the branches of a
         # `cond` one alone runs: two that use a parameter do not use it twice.
@@ -86,10 +85,11 @@ class Walk:
                 atom, way = self.source(outer)
                 self.outside[inner] = atom, (id(eqn), *way)
         if inside is not None and together and not (inside.kind == "cond" and UNLIKE in facts[0]):
-            pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
-            # A node of the user's own, which takes a value with its port, sends back messages of its own.
-            if pair and name.startswith("custom_vjp"):
-                return [together - {DENSE}] * len(eqn.outvars)
+            # A node of the user's own, which takes each value with its port, sends back messages of its own.
+            ports = {fact - {PORT, UNLIKE} for fact in facts if PORT in fact}
+            if name.startswith("custom_vjp") and ports == {f for f in facts if f and PORT not in f}:
+                port = lambda v: self.size in v.aval.shape
+                return [together - ({DENSE} if port(v) else {DENSE, PORT, UNLIKE}) for v in eqn.outvars]
             if inside.kind in ("scan", "while", "cond"):  # a port must be in the same one as its value
                 facts[:] = [fact | _by(f"{name} {id(eqn)}", _of_signals(fact)) for fact in facts]
             return None
@@ -103,11 +103,8 @@ class Walk:
     def source(self, atom: Any) -> tuple[Any, tuple[int, ...]]:
         return (atom, ()) if isinstance(atom, Literal) else self.outside.get(atom, (atom, ()))
 
-    def of_constant(self, value: Any) -> Fact:
-        return frozenset({UNLIKE}) if self.size in np.shape(value) else NOTHING
-
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
-        if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
+        if any(origin.startswith("params") for origin, _ in fact):
             variable, way = self.source(eqn.invars[0])
             taken = self.taken.setdefault(variable, set())
             taken.add((id(eqn), *way))
@@ -169,7 +166,7 @@ def require_messages(program: Program, values: Any, size: int) -> Walk:
     facts = [frozenset({(name, "")}) for name in names]
     facts += [fact | {PORT} for fact in facts]
     walk = Walk(size)
-    (result,) = flow(program, facts, walk.through, frozenset.union, walk.of_constant, held=_held)
+    (result,) = flow(program, facts, walk.through, frozenset.union, lambda _: NOTHING, held=_held)
     if result:
         of_parameters = [origin.startswith("params[") for origin, _ in result]
         do = "" if all(of_parameters) else "Lead a signal through mplp.readout"
@@ -208,7 +205,7 @@ def _held(fact: Fact) -> Fact:
 
 def _made(eqn, facts, together):
     name = eqn.primitive.name
-    if not together or name in kinds.NO_DERIVATIVE:
+    if name in kinds.NO_DERIVATIVE:
         return frozenset({UNLIKE}) if together & {PORT, UNLIKE} else NOTHING
     linear = kinds.is_linear_in(name, [i for i, fact in enumerate(facts) if fact])
     if not linear or (_of_signals(together) and name not in ARRANGING):

@@ -291,7 +291,12 @@ def test_a_layer_is_what_its_node_is():
 
 def test_messages_go_where_a_function_moves_elements():
     """A linear function that moves them has no place, also where it keeps the shape; any other that does has one."""
-    moving = [lambda x: x[:, ::-1], lambda x: jnp.swapaxes(x, 1, 2), lambda x: jnp.roll(x, 1, 1), lambda x: x[:, :2]]
+    moving = [
+        lambda x: jnp.where(jnp.arange(4) > 1, x[:, ::-1], 0.0),
+        lambda x: jnp.swapaxes(x, 1, 2),
+        lambda x: jnp.roll(x, 1, 1),
+        lambda x: x[:, :2],
+    ]
     moving.insert(0, lambda x: jax.lax.scan(lambda before, x: (x, before), jnp.zeros((4, 4)), x)[1])
     others = [nnx.leaky_relu, jnp.sign, lambda x: jnp.where(x > 0, x, 0.0), lambda x: x + 1.0, nnx.log_softmax]
     others += [lambda x: x + jnp.cumsum(jnp.ones(4)), lambda x: jax.lax.map(lambda row: 2 * row, x)]

@@ -25,11 +25,14 @@ lean = ap.randomize(jax.nn.softmax, ap.memory.rounding(bits=4), min_size=0)
 rewired = ap.rewire(lambda x: jnp.tanh(jnp.sin(x)), ap.rewiring.skip(where="tanh"))
 
 
-def tanh_with_messages(signal):
+def tanh_with_messages(signal, gain=1.0):
     """A node of the user's own that takes a signal and sends a message of its own."""
-    forward = lambda s: (ap.Signal.of(jnp.tanh(s.value), s.port.shape[-1]), 1 - jnp.tanh(s.value) ** 2)
-    backward = lambda slope, m: (ap.Signal(slope * m.value, slope[..., None] * m.port),)
-    return ap.node(ap.Propagator(forward, backward))(signal)
+    forward = lambda s, gain: (
+        ap.Signal.of(gain * jnp.tanh(s.value), s.port.shape[-1]),
+        gain * (1 - jnp.tanh(s.value) ** 2),
+    )
+    backward = lambda slope, m: (ap.Signal(slope * m.value, slope[..., None] * m.port), jnp.zeros(slope.shape[-1:]))
+    return ap.node(ap.Propagator(forward, backward))(signal, jnp.broadcast_to(gain, signal.value.shape[-1:]))
 
 
 class Net:
@@ -54,10 +57,13 @@ def through_a_scan(net, step):
     return net.loss(mplp.wire(lambda last, each: last + each[-1], signal, stacked))
 
 
+def copied(net):
+    return each(lambda a: jnp.stack([a, a]), net.at.signal(net.x))
+
+
 def twice(net, function, **axes):
     """A function of a signal, under vmap of two copies of it."""
-    copied = each(lambda a: jnp.stack([a, a]), net.at.signal(net.x))
-    return jax.vmap(lambda signal: function(signal=signal), **axes)(copied)
+    return jax.vmap(lambda signal: function(signal=signal), **axes)(copied(net))
 
 
 def in_shard_map(net, dense):
@@ -90,6 +96,7 @@ def beside(extra):
 
 each = jax.tree.map
 flipped = lambda a: jax.lax.cond(jnp.sum(a) > 0, jnp.negative, lambda a: a, a)
+positive = lambda a: jnp.where(a > 0, a, 0)
 stacked = functools.partial(each, lambda *arrays: jnp.stack(arrays)[0])
 branch = lambda n, first, last: jax.lax.cond(last.value[0, 0] > 0, lambda: last.value[0, 1], lambda: 0.0)
 value_in_scan = lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value)))
@@ -132,7 +139,7 @@ REFUSED = {
     "a parameter made again": (lambda n: n.loss(n.dense(w=mplp.parameter(2 * n.p["w"].value))), r"params\['w'\]"),
     "a parameter mapped": (lambda n: n.loss(n.dense(w=each(jnp.tanh, n.p["w"]))), r"params\['w'\]"),
     "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
-    "a signal chosen by itself": (lambda n: n.loss(each(lambda a: jnp.where(a > 0, a, 0), n.dense())), "is not linear"),
+    "a signal chosen by itself": (lambda n: n.loss(each(positive, n.dense())), "is not linear"),
     "a branch chosen by its signal": (lambda n: n.loss(each(flipped, n.dense())), "is not linear"),
     **{
         f"a signal mapped {how}": (
@@ -141,6 +148,8 @@ REFUSED = {
         )
         for how, f in LAST.items()
     },
+    "a parameter chosen by itself": (lambda n: n.loss(n.dense(w=each(positive, n.p["w"]))), r"params\['w'\]"),
+    "a branch chosen by its parameter": (lambda n: n.loss(n.dense(w=each(flipped, n.p["w"]))), r"params\['w'\]"),
     "a product of parameters": (lambda n: n.loss(n.dense(w=each(jnp.multiply, n.p["w"], n.p["v"]))), "'v'.*and.*'w'"),
     "a parameter times a value": (lambda n: n.loss(n.dense(w=each(lambda a: a * n.p["c"].value, n.p["w"]))), "'c'"),
     "a value scaled, its port not": (lambda n: n.loss(n.dense()._replace(value=2 * n.dense().value)), "node '1'"),
@@ -149,6 +158,14 @@ REFUSED = {
     "a signal of one size": (lambda n: n.loss(stacked(n.dense(), ap.Signal.of(n.x, 1))), "size 1 alone.*places.signal"),
     "a value and its signal": (lambda n: n.loss(added(n, n.dense())), r"signal takes data .*dense node '1'"),
     "a parameter in a branch": (lambda n: n.loss(n.dense(w=weight_again(n))), r"mplp\.parameter takes data .*'w'"),
+    "a port of another signal": (
+        lambda n: n.loss(mplp.fork(n.dense()._replace(port=n.dense("2").port), 1)[0]),
+        "'1'.*'2'",
+    ),
+    "a parameter's value in a node of one's own": (
+        lambda n: n.loss(tanh_with_messages(n.dense(), n.p["c"].value)),
+        "'c'",
+    ),
     "a value in shard_map": (lambda n: in_shard_map(n, of_value(n)), r"params\['w'\]"),
     # Two nodes of one name, which would share a state.
     "two weights": (lambda n: n.loss(n.dense(signal=n.dense(), w=n.p["v"])), r"several parameters, .*'w'\], and .*'v'"),
@@ -158,6 +175,7 @@ REFUSED = {
 }
 after_a_step = lambda n: n.dense("2", n.act(lambda v: jnp.where(v > 0, 1.0, 0.0)), n.p["v"])
 again = lambda n: jax.lax.scan(lambda s, _: (n.dense("1", s), 0), n.dense(), None, 2)[0]
+weighted = lambda n: jax.vmap(lambda w: n.dense(w=w))(each(lambda a: jnp.stack([a, 2 * a]), n.p["w"]))
 RIGHT = {
     "one node twice": lambda n: n.loss(jax.checkpoint(n.dense, static_argnums=0)("1", n.dense(), n.p["w"])),
     "a node in a scan and before": lambda n: n.loss(again(n)),
@@ -168,8 +186,11 @@ RIGHT = {
     "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
     "a choice": lambda n: n.loss(mplp.wire(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
     "a branch": lambda n: n.loss(in_a_branch(n, lambda s: each(lambda a: a.swapaxes(0, 1), s), of_one_size(n)), CUBE),
+    "axes that come and go": lambda n: n.loss(each(jax.jit(lambda a: jnp.squeeze(a[None], 0)), n.dense())),
+    "a name of a signal": lambda n: n.loss(each(lambda a: jax.ad_checkpoint.checkpoint_name(a, "h"), n.dense())),
     "copies under vmap, moved": lambda n: n.loss(mplp.wire(lambda a: a[:, 0], twice(n, n.dense, out_axes=1))),
-    "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
+    "copies of weights under vmap": lambda n: n.loss(mplp.wire(lambda a: a.sum(0), weighted(n))),
+    "two nodes of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(tanh_with_messages(n.dense())))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
     "shard_map": lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], s, w)),
     "weak types": lambda n: n.loss(mplp.wire(jnp.add, mplp.bias(n.at["b"], n.dense(), n.p["d"]), after_a_step(n))),
@@ -201,6 +222,7 @@ def copies(net, w):
 
 
 both = lambda n: each(lambda w, v: jnp.stack([w, v]), n.p["w"], n.p["v"])
+dense = lambda n: lambda signal, w: n.dense("1", signal, w)
 recomputed = lambda n: jax.checkpoint(n.dense, static_argnums=0)
 AGAIN = {
     "a scan": lambda n: steps(n, lambda s, _: n.dense("1", s)),
@@ -218,6 +240,7 @@ ONCE = {
     "a shared one, in a scan": lambda n: (lambda w: steps(n, lambda s, _: n.dense("1", s, w)))(share(n)),
     "a shared one, in copies": lambda n: copies(n, share(n)),
     "branches": branches,
+    "copies with weights of their own": lambda n: mplp.wire(lambda a: a[0], jax.vmap(dense(n))(copied(n), both(n))),
     "layers in a scan": lambda n: steps(n, lambda s, w: n.dense("1", s, w), both(n)),
 }
 
