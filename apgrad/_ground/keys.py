@@ -39,6 +39,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, deviation: float 
     return (deviation * jax.random.normal(key, shape, np.promote_types(dtype, np.float32))).astype(dtype)
 
 
+@jax.numpy_rank_promotion("allow")
 def hashed(key: jax.Array, numbers: Any) -> jax.Array:
     """A key for each of an array of integers: `jax.random.fold_in` by a hash that is quick to compile and to run."""
     size = jax.random.key_data(key).size

@@ -85,6 +85,7 @@ def require_sampler(what: str, sampler: Any) -> Any:
     return sampler
 
 
+@jax.numpy_rank_promotion("allow")
 def kept(sampler: Sampler, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
     memory = sampler.keep(key, x, axis)
     for leaf in jax.tree.leaves(memory):
@@ -101,6 +102,7 @@ def kept(sampler: Sampler, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
     return memory
 
 
+@jax.numpy_rank_promotion("allow")
 def restored(sampler: Sampler, key: jax.Array, memory: Any, like: Any, axis: int = -1) -> jax.Array:
     found = sampler.restore(key, memory, like, axis)
     if (jnp.shape(found), jnp.result_type(found)) != (like.shape, like.dtype):

@@ -95,6 +95,15 @@ def test_other_dtypes_and_transformations():
     chex.assert_trees_all_close(restored(SAMPLERS["stratified"], key, x), stratified, rtol=1e-5)
 
 
+def test_ranks_may_be_strict():
+    w, x = jnp.ones((16, 16)), jnp.ones((64, 16))
+    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+    with jax.numpy_rank_promotion("raise"):
+        for sampler in [*SAMPLERS.values(), R.narrow("bfloat16"), R.narrow("float8_e5m2")]:
+            random = ap.randomize(loss, sampler, through=sampler, min_size=16)
+            jax.eval_shape(jax.grad(random, argnums=1), KEY, w, x)
+
+
 def test_bytes():
     x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
     assert R.nbytes(R.rounding(8), x) == 12800 + 400

@@ -195,6 +195,13 @@ class TestStarts:
                     assert abs(np.mean(scaled**2) - 1 / 3) < 4 * (4 / 45 / scaled.size) ** 0.5
 
 
+def test_ranks_may_be_strict():
+    network, params, batch, _, sites = task(dtype="float32")
+    with jax.numpy_rank_promotion("raise"):
+        for make in RULES.values():
+            jax.eval_shape(functools.partial(first_step, make(sites), network), params, batch)
+
+
 ORDERED = ("gru", "mlp", "thesis", "separable, neurons", "separable, whitening", "separable, window")
 
 
