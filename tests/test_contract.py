@@ -397,7 +397,7 @@ rewired = cases("rule", RULES)
 
 @jax.jit
 def layer(p, x):
-    return jnp.tanh(x @ p["w"] + p["b"][0])
+    return jnp.tanh(x @ p["w"] + p["b"][0][None])
 
 
 def stacked(p, x):
@@ -452,7 +452,7 @@ def test_rules_in_control_flow_with_pytrees_integers_and_empty_arrays(rule):
 @rewired
 @dtypes
 def test_dtypes_of_rules(rule, dtype):
-    with jax.enable_x64(dtype == "float64"):
+    with jax.enable_x64(dtype == "float64"), jax.numpy_rank_promotion("raise"):
         value_and_updates, args = updates(rule, layer, (parameters(dtype), jnp.ones((2, 3), dtype)))
         _, gradients = jax.jit(value_and_updates)(*args)
         assert_finite(gradients)

@@ -270,6 +270,7 @@ def learned_node(
     give = give or (lambda output: output if begins else Signal.of(output, message_size))
     asked = [place for place in map(places.open, sites) if place is not None]
 
+    @jax.numpy_rank_promotion("allow")
     def apply(values, parameters, data):
         return strong(function(*values, *parameters, *data))
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import number
 from apgrad._ground.keys import normal, require_key
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._layers import Where, affine, chosen
 from apgrad.rewiring._rewire import Rule
 
 
@@ -72,7 +72,7 @@ def difference_target_propagation(
         return normal(jax.random.fold_in(key, site.number), (m, n), dtype, max(m, 1) ** -0.5), jnp.zeros(n, dtype)
 
     def at(site, params):
-        inverse = lambda params, h: activation(h @ params[0] + params[1])
+        inverse = lambda params, h: activation(affine(h, params))
 
         def forward(h, *weights):
             output, pullback = jax.vjp(lambda *weights: site.function(h, *weights), *weights)

@@ -19,6 +19,11 @@ Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
 The page of the wing says what a name may be ("Which sites a rule takes")."""
 
 
+@jax.numpy_rank_promotion("allow")
+def affine(x: jax.Array, params: Sequence[jax.Array]) -> jax.Array:
+    return x @ params[0] + params[1]
+
+
 class Chosen(NamedTuple):
     """The `where` of a rule, a function or names; if the user has `given` names, one that takes no site is an error.
 

@@ -5,10 +5,12 @@ gradients", ICML 2017. The message to a layer's input x is guessed as S(x) = x A
 that the layer would have sent for the (synthetic) one it got, its loss |S(x) - target|^2 / 2. A and c begin at 0.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen_layers, layer, require_one_layer, to_input
+from apgrad.rewiring._layers import Where, affine, chosen_layers, layer, require_one_layer, to_input
 from apgrad.rewiring._rewire import Rule
 
 
@@ -36,7 +38,7 @@ def synthetic_gradients(*, where: Where = None) -> Rule:
 
     def at(site, params):
         def answer(x, w, message, update):
-            guess, pullback = jax.vjp(lambda params: x @ params[0] + params[1], params)
+            guess, pullback = jax.vjp(functools.partial(affine, x), params)
             (learned,) = pullback(jnp.conj(guess - to_input(site, w, message)))
             return learned, guess, update
 

@@ -197,9 +197,13 @@ class TestStarts:
 
 def test_ranks_may_be_strict():
     network, params, batch, _, sites = task(dtype="float32")
+    signals = functools.partial(jax.tree.map, mplp.parameter)
     with jax.numpy_rank_promotion("raise"):
-        for make in RULES.values():
-            jax.eval_shape(functools.partial(first_step, make(sites), network), params, batch)
+        for name in ("gru", "thesis", "separable, whitening"):
+            jax.eval_shape(functools.partial(first_step, RULES[name](sites), network), params, batch)
+        for graph in (GRAPHS["convolution, pooling, positions"], GRAPHS["normalisation, scale, bias"]):
+            plain = lambda params, batch, graph=graph: graph.network(mplp.Places(), signals(params), batch)
+            jax.eval_shape(plain, *graph.make(float))
 
 
 ORDERED = ("gru", "mlp", "thesis", "separable, neurons", "separable, whitening", "separable, window")
