@@ -37,8 +37,8 @@ def flow(
         made = transfer(eqn, facts)
         if made is not None:
             return made
-        inside = nested(eqn)
-        if inside is None or inside.kind != "scan":
+        inside: Any = nested(eqn)  # some: a transfer has an answer for each other equation
+        if inside.kind != "scan":
             return _inside(inside, facts, enter, join)
         same, carried, _ = inside.counts
         first, arrays = facts[: same + carried], facts[same + carried :]
@@ -61,9 +61,7 @@ def steady(
         facts[first : first + carried] = after
 
 
-def _inside(inside: Nested | None, facts: list[Any], enter: Callable[..., Any], join: Join) -> Sequence[Any]:
-    if inside is None:
-        raise TypeError("transfer has no answer for an equation without programs inside")
+def _inside(inside: Nested, facts: list[Any], enter: Callable[..., Any], join: Join) -> Sequence[Any]:
     if inside.kind == "cond":
         first, *others = [enter(branch, facts[1:]) for branch in inside.jaxprs]
         for other in others:

@@ -8,7 +8,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 # Each output is the input with the same number.
-IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
+IDENTITY = _names("copy device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
 # Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused, or what `jax.vmap` maps is changed.
 SAME_VALUE = IDENTITY | _names(

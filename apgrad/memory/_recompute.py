@@ -94,7 +94,7 @@ class _Stretch:
         self.outputs, self.gradients = jaxpr.outvars[: plan.outputs], jaxprs.variables(plan.pullback.jaxpr.outvars)
         self.steps = [
             (
-                step.eqn.primitive.name if step.root is None else "mul",
+                step.eqn.primitive.name,
                 step.eqn.outvars,
                 jaxprs.variables(v for i, v in enumerate(step_inputs(step)) if i not in step.uses),
                 [plan.slots[slot].var for use in step.uses.values() for slot in use.slots.values()],

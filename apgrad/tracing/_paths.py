@@ -220,7 +220,6 @@ class Reader:
     def _edge(self, scope, eqn, inputs, arrived, at) -> Way:
         call = functools.partial(jaxprs.caller(eqn), **transposed_mode(eqn.primitive.name, jaxprs.Parameters(eqn)))
         function, (x,) = jaxprs.restrict(call, inputs, [at.number])
-        x = jnp.asarray(x)
         _, columns = jax.jvp(function, (x,), (jnp.zeros_like(x).at[at.index].set(1),))
         candidates, semiring = [], self.context.semiring
         for number, (column, message) in enumerate(zip(columns, arrived, strict=True)):

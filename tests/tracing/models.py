@@ -94,10 +94,10 @@ def control():
     triple.defvjp(lambda x, y: (3.0 * x * y, (x, y)), lambda r, g: (3.0 * r[1] * g, 3.0 * jnp.sum(r[0] * g, 0)))
 
     @jax.custom_jvp
-    def safe_root(x):
-        return jnp.sqrt(jnp.where(x > 0, x, 0.0))
+    def safe_root(least, x):
+        return jnp.sqrt(jnp.where(x > least, x, 0.0))
 
-    safe_root.defjvp(lambda p, t: (safe_root(*p), t[0] * jnp.where(p[0] > 0, 0.5 / safe_root(*p), 0.0)))
+    safe_root.defjvp(lambda p, t: (safe_root(*p), t[1] * jnp.where(p[1] > p[0], 0.5 / safe_root(*p), 0.0)))
 
     def loss(params):
         w, x = params
@@ -114,7 +114,8 @@ def control():
         (c, total), ys = jax.lax.scan(outer, (x[0], 0.0), x)
         total += jax.lax.fori_loop(0, 3, lambda i, t: t * jnp.cos(t) + c[i], total)
         total += jax.lax.switch(1, [jnp.sin, jnp.exp, jnp.cos], c[0])
-        return total + jnp.sum(triple(ys, w[0])) + jnp.sum(safe_root(x)) + jnp.sum(jax.jit(jnp.sort)(ys.ravel()) ** 2)
+        total += jnp.sum(safe_root(0.0, jnp.split(x, 2)[1]))
+        return total + jnp.sum(triple(ys, w[0])) + jnp.sum(jax.jit(jnp.sort)(ys.ravel()) ** 2)
 
     return loss, (0.5 * numbers(3, 3), numbers(2, 3))
 

@@ -86,6 +86,7 @@ def test_ties_go_to_the_first_and_what_cancels_is_heavy_for_viterbi_alone(kind, 
     trace = ap.trace_gradients(lambda x: sum(f(x) for f in scopes.values()))(jnp.ones((3, 2)))
     path = trace.path("x", (1, 1), kind)
     assert path[0].scope == first and path[0].index == (0, 1)
+    assert path[0].message == pytest.approx({"greedy": 1, "viterbi": 2}[kind])
     assert trace.influence(kind).to_dict()["x"] == {name: name == first for name in scopes}
 
 
