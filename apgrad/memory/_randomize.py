@@ -70,8 +70,8 @@ def randomize(
 
     Raises:
       TypeError: for what is no sampler or no PRNG key; if the result is differentiated twice; when it is, if values go
-        through a mutable reference (`jax.new_ref`), or if a `jax.custom_vjp` function inside has a backward pass that
-        is not linear in the message (clipping, MPLP).
+        through a mutable reference (`jax.new_ref`), or, unless `boundaries` alone are given, if a `jax.custom_vjp`
+        function inside has a backward pass that is not linear in the message (clipping, MPLP).
       ValueError: if a sampler or `through` is given beside a budget, or none of sampler, budget and boundaries; if the
         function changes its arguments in place; when the result is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
@@ -103,7 +103,8 @@ def randomize(
         what, given = ("boundaries", boundaries) if boundaries is not None else ("sampler", sampler)
         seen: dict[str, Largest] = {"sampler": {}, "boundaries": {}}
         at_boundary = boundaries and _chooser(boundaries, boundaries, min_size, seen["boundaries"])
-        made = StretchWalk(_chooser(sampler, through, min_size, seen["sampler"]), at_boundary)
+        choose = _chooser(sampler, through, min_size, seen["sampler"])
+        made = StretchWalk(choose, at_boundary, exact=sampler is None)
 
         def make(*stretch):
             if budget_bytes is not None:

@@ -116,6 +116,9 @@ def test_what_is_exact_takes_any_backward_pass():
     total = lambda w, x: sum(function(w, x) for function in [*REFUSED.values(), steps])
     stays = choices(recorded(total, (W, X), [0], 16))[-1].stays
     assert_exact(computed_again(total, stays), total, W, X, rtol=1e-4, atol=1e-5)
+    blocks = lambda w, x: jax.checkpoint(total)(w, x @ w)
+    packed = ap.randomize(blocks, boundaries=R.rounding(32), min_size=16)
+    assert_exact(packed, blocks, W, X, rtol=1e-4, atol=1e-5)
 
 
 def test_a_randomized_part_is_linear():
