@@ -168,8 +168,7 @@ class Planner:
                 )
             if name not in COMBINE:
                 for program in programs:
-                    same = len(program.jaxpr.invars) == len(facts)
-                    self._hide(program, facts if same else [DATA] * len(program.jaxpr.invars), around, name)
+                    self._hide(program, [DATA] * len(program.jaxpr.invars), around, name)
             if name != "custom_vmap_call":  # JAX has no reverse mode of it, so that no message goes there
                 jaxprs.require_known(step.eqn, "rewire")
             return step

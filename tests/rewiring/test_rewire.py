@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
@@ -68,6 +68,7 @@ STEPS = {
     st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
     st.sampled_from([SINGLE, (*SINGLE, "call"), (*SINGLE, "scope"), ("function",)]),
 )
+@example(["scope", "dense"], (*SINGLE, "scope"))
 def test_rebuilding_every_site_changes_no_bit(names, kinds):
     """Under `jit`, value and gradient are those of the function, to the last bit, and every site got a message."""
 
@@ -81,6 +82,7 @@ def test_rebuilding_every_site_changes_no_bit(names, kinds):
     rewired = ap.rewire(f, rule)
     planned = rewired._plan((ws, X))[1].taken
     assert set(planned) and {s.kind for s in planned} <= set(kinds)
+    assert not any(isinstance(s.output, tuple) for s in planned)  # what a scope makes for itself is no output
     got, expected = (jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(ws, X) for g in (rewired, f))
     assert {s.name for s in planned} == set(messages)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
@@ -104,6 +106,7 @@ def test_a_rule_sees_what_a_node_is():
         "scan/relu/relu/max[0]": ("elementwise", "max", 0),
         "dot_general[1]": ("matmul", "dot_general", 0),
     }
+    assert all(s.repeated == name.startswith("scan/") for name, s in sites.items())
     site = sites["scan/dot_general[0]"]
     np.testing.assert_array_equal(site.function(X, W.T), X @ W.T)  # the input first, then the weight
     assert site.result[0].shape == () and site.result[1].dtype == jnp.int32
