@@ -54,7 +54,7 @@ def shared(place: Place, parameter: Parameter) -> Parameter:
       >>> [site.name for site in ap.mplp.sites(network, jnp.ones((4, 4)), (jnp.ones((2, 4)), jnp.zeros((2, 4))))]
       ['kernel', 'fc', 'sin', 'loss']
     """
-    _require_parameter("shared", place, parameter, parameter.value.ndim)
+    _require_parameter("shared", place, parameter)
     rule = place.places.rule
     if rule is not None and not getattr(rule, "sums_uses", False):
         return parameter
@@ -242,13 +242,13 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
     return learned_node(place.places, [site], lookup, ask, use, parameters=[table], data=[tokens])
 
 
-def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) -> None:
+def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int | None = None) -> None:
     if not isinstance(weight, Parameter):
         raise TypeError(
             f"the {kind} node {place.name!r} takes its parameters with their ports, as mplp.backward hands them to a "
             f"network, got {type(weight).__name__}. Wrap an array that is not learned as mplp.parameter(array)."
         )
-    if weight.value.ndim != ndim:
+    if ndim is not None and weight.value.ndim != ndim:
         raise ValueError(f"the {kind} node {place.name!r} needs a parameter of {ndim} axes, got {weight.value.shape}")
 
 

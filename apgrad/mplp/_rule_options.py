@@ -23,7 +23,7 @@ def first_sites(sites: Sequence[Site], key: Callable[[Site], str]) -> dict[str, 
     found: dict[str, Site] = {}
     for site in sites:
         first = found.setdefault(key(site), site)
-        if any(getattr(first, name) != getattr(site, name) for name in ("family", "features", "begins", "shared")):
+        if any(getattr(first, name) != getattr(site, name) for name in ("family", "features", "shared")):
             raise ValueError(
                 f"the places {first.name!r} ({first.kind}) and {site.name!r} ({site.kind}) would share networks, as "
                 f"{key(site)!r}, but ask different questions. Numbers in names do not count: give one another name."

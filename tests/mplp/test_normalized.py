@@ -229,11 +229,19 @@ def test_steps_stay_finite_where_messages_are_rounding():
     assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(updates))
 
 
+by_role = functools.partial(mplp.Separable, share="role")
+
+
 def test_places_of_one_role_that_ask_different_questions_are_refused():
-    sites = [mplp.Site("1", "dense", "dense", 2, (2, 3, 3)), mplp.Site("2", "bias", "diagonal", 2, (2, 3))]
-    for make in (mplp.Normalized, functools.partial(mplp.Separable, share="role")):
-        words = r"the places '1' \(dense\) and '2' \(bias\) would share networks"
-        refused(ValueError, words, make, sites, rngs=nnx.Rngs(0))
+    dense, act = (
+        mplp.Site("1", "dense", "dense", 2, (2, 3, 3)),
+        mplp.Site("1", "gate", "elementwise", 2, (2, 3), ("a",)),
+    )
+    pairs = [(dense, mplp.Site("2", "bias", "diagonal", 2, (2, 3))), (act, act._replace(name="2", features=("b",)))]
+    for make, more in ((mplp.Normalized, [(dense, dense._replace(name="2", shared=True))]), (by_role, [])):
+        for one, other in pairs + more:
+            words = rf"the places '1' \({one.kind}\) and '2' \({other.kind}\) would share networks"
+            refused(ValueError, words, make, [one, other], rngs=nnx.Rngs(0))
     table = mplp.Site("table", "embedding", "diagonal", 2, (2, 3))
     refused(ValueError, "'table' .* through mplp.shared", mplp.Normalized, [table], rngs=nnx.Rngs(0))
 

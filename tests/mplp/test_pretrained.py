@@ -176,8 +176,9 @@ def test_an_activation_is_recognised_by_its_values_under_vmap_too():
     """What jax.nn compiles has tracers for values there, even of constants."""
     mine, said = lambda z: jnp.where(z > 0, z, 0.0), []
     known = lambda function: _reach._known(function, ("sigmoid", "relu"))
-    jax.eval_shape(jax.vmap(lambda x: said.extend([known(mine), known(lambda z: z / 2)]) or x), jnp.ones(2))
-    assert said == [True, False]
+    asked = lambda x: said.extend(map(known, [mine, lambda z: z / 2, lambda z: x * z])) or x
+    jax.eval_shape(jax.vmap(asked), jnp.ones(2))
+    assert said == [True, False, False]
 
 
 def test_every_option_of_every_rule_is_checked():
@@ -239,7 +240,7 @@ def test_a_rule_says_what_a_node_needs_where_only_its_bias_is_another():
         refused(ValueError, rf"'dense_in' \(dense.*{hint}", rule.at, next(s for s in asked if s.name == "dense_in"))
 
 
-REACH = {"activations": ["tanh", "step"], "minibatches": [4, 8], "depths": [1, 2], "widths": [3, 5]}
+REACH = {"activations": ["tanh", "step", "softplus"], "minibatches": [4, 8], "depths": [1, 2], "widths": [3, 5]}
 TRIED = {"trained": "here"} | REACH
 
 
@@ -263,9 +264,12 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         batch = jax.ShapeDtypeStruct((batch, 2), jnp.float32), jax.ShapeDtypeStruct((batch, 1), jnp.float32)
         jax.eval_shape(lambda p, b: mplp.init_state(rule, made, p, b), jax.eval_shape(prior, jax.random.key(0)), batch)
 
-    call((2, 3, 1), lambda z: jnp.maximum(0, jnp.sign(z)), 8)
+    call((2, 3, 3, 1), [lambda z: jnp.maximum(0, jnp.sign(z)), jax.nn.softplus], 8)
     for case, match in [
-        (((2, 3, 1), jax.nn.relu, 4), "tried with the activations tanh, step, 1 to 2 hidden.*the activation relu"),
+        (
+            ((2, 3, 1), jax.nn.relu, 4),
+            "tried with the activations tanh, step, softplus, 1 to 2 hidden.*the activation relu",
+        ),
         (((2, 3, 1), lambda z: z, 4), "the activation <lambda>"),
         (((2, 3, 1), functools.partial(jax.nn.standardize, axis=1), 4), "the activation partial"),
         (((2, 3, 3, 3, 1), jnp.tanh, 4), "3 hidden layers"),
@@ -278,8 +282,9 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         call(*case)  # said already
     with pytest.warns(UserWarning, match="minibatches of 1"):  # not of this rule
         call((2, 3, 1), jnp.tanh, 1, rule=mplp.load_trained(tmp_path / "rule")[0])
-    for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
-        refused(ValueError, "has all four", _reach.Reach.of, {"trained": "here"} | wrong)
+    wrong = [{"widths": [3]}, {"widths": 3}, {"depths": [2, 1]}, {"depths": [1.5, 2]}, {"activations": "tanh"}]
+    for each in ({"activations": ["tanh"]}, *[REACH | some for some in [*wrong, {"activations": [1]}]]):
+        refused(ValueError, "has all four", _reach.Reach.of, {"trained": "here"} | each)
 
 
 def test_a_rule_that_is_read_knows_its_updates_and_how_many_it_was_tried_with(tmp_path):

@@ -406,9 +406,11 @@ def test_a_rule_of_a_user_that_is_none_is_refused():
     network, params, batch, *_ = squared()
     answers = lambda found: lambda site: jax.tree_util.Partial(lambda site, question, state: found)
     small = answers(mplp.Answer(jnp.ones(4), jnp.ones((3, 5)), jnp.ones(5)))
+    more = answers(mplp.Answer(jnp.ones((4, 3, 1)), jnp.ones((3, 5)), jnp.ones(5), jnp.ones(2)))
     for at, words in (
         (answers(None), r"'first' .*an mplp\.Answer\(message, update, bias, state\), got NoneType"),
         (answers((1, 2)), "got a tuple of 2"),
+        (more, r"the rule's new state at 'first' .* should be \(\), got"),
         (small, r"'first' .*message must have shape \(4, 3, 1\), got shape \(4,\)"),
         (lambda site: lambda *question: None, r"'first' .*callable pytree of arrays, got <function.*Partial"),
         (lambda site: None, "callable pytree of arrays, got None"),
@@ -454,8 +456,9 @@ NODES = [
     (lambda at: mplp.fork(X, 2), ARRAY),
     (lambda at: mplp.conv(at["l"], X, W), ARRAY),
     (lambda at: mplp.mean_pool(at["l"], 2), r"mean_pool takes a signal, got Place.* mplp\.mean_pool take none"),
-    (lambda at: S(at, jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
-    (lambda at: S(at, jnp.ones((0, 3))), "the batch as its first axis"),
+    (lambda at: mplp.wire(jnp.zeros), "mplp.wire takes at least one signal, got none"),
+    (lambda at: S(at, [[1, 2, 3]] * 4), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
+    *[(lambda at, x=x: S(at, x), "the batch as its first axis") for x in (jnp.ones((0, 3)), jnp.ones(()))],
     (lambda at: (S(at), S(at, X[:1])), r"its first input has 4 examples, this one, of shape \(1, 3\), has 1"),
     (lambda at: cross_entropy(at, jnp.arange(4)), r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)"),
     (lambda at: cross_entropy(at, jnp.ones((4, 3), int)), r"got int32\(4, 3\)\. .*target\.astype\(float\)"),
@@ -465,7 +468,11 @@ NODES = [
         lambda at: mplp.cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]),
         r"two classes or more.*\(4,\).*squared_error.*two outputs",
     ),
-    (lambda at: mplp.embedding(at["e"], jnp.ones(3), W), "embedding takes integers"),
+    (lambda at: mplp.embedding(at["e"], [1.0, 1.0], W), "embedding takes integers"),
+    (lambda at: mplp.embedding(at["e"], jnp.zeros(4, int), W.value), "with their ports"),
+    (lambda at: mplp.shared(at["w"], W.value), "with their ports"),
+    (lambda at: mplp.conv(at["c"], S(at), W), r"one to three space axes, got a signal of shape \(4, 3\)"),
+    (lambda at: mplp.scale(at["s"], S(at), W), r"the scale node 's' needs a parameter of 1 axes, got \(3, 2\)"),
     (lambda at: [embedding(at, n) for n in (4, 3)], r"first input has 4 examples, 'e3', of shape \(3,\).*positions"),
     (lambda at: dense(at, ap.Signal.of(X, 3), W), r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"),
     (lambda at: dense(at, S(at), W.value), r"with their ports.*mplp.parameter"),
