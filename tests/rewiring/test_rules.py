@@ -246,6 +246,7 @@ def test_options_are_finite_numbers():
         refused(ValueError, "must be an integer", r.predictive_coding, "x", steps=steps)
     refused(ValueError, "got beta=3.0 and a derivative", r.surrogate_gradient, derivative=jnp.abs, beta=3.0)
     refused(TypeError, r"first_of takes a rule .*, got function. Call it", r.first_of, r.sign_symmetry)
+    refused(ValueError, "first_of needs at least one rule", r.first_of)
     assert jax.jit(lambda s: jax.grad(ap.rewire(jnp.sin, r.gradient_reversal("sin", strength=s)))(0.0))(2.0) == -2
 
 
