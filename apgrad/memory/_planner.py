@@ -13,7 +13,7 @@ from apgrad._ground.arguments import chosen_numbers, number
 from apgrad.memory._budget import added_variance, allocate
 from apgrad.memory._randomize import StretchWalk, listed, recorded, walked
 from apgrad.memory._recompute import choices
-from apgrad.memory._report import compiled_note, temp_bytes
+from apgrad.memory._report import compiled_note, pair_of, temp_bytes
 
 _TRIES = 6  # compilations of each method
 _HOPE = 0.8  # a budget below this share of the gradient that should be the smallest is given up
@@ -49,7 +49,12 @@ class Plan(NamedTuple):
 
 
 def plan(
-    function: Callable[..., Any], *args: Any, budget_bytes: int, argnums: int | Sequence[int] = 0, variance: float = 1.0
+    function: Callable[..., Any],
+    *args: Any,
+    budget_bytes: int,
+    argnums: int | Sequence[int] = 0,
+    variance: float = 1.0,
+    has_aux: bool = False,
 ) -> Plan:
     """The function with a reverse pass that needs at most so many bytes of compiled memory, exact if that can be.
 
@@ -61,10 +66,10 @@ def plan(
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s, of the shapes that it will be called with.
       budget_bytes: the most scratch memory (`compiled.memory_analysis().temp_size_in_bytes`) of the jitted gradient.
         Arguments and gradients are not counted. If arguments (or shapes) are sharded, it is the memory of one device.
-        On a CPU barriers are kept, see `memory_report`.
       argnums: the arguments to differentiate with respect to, as in `jax.grad`.
       variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4, and
         with 0 the plan is exact. Arrays of fewer than 512 entries, over all steps of scans, are not rounded.
+      has_aux: whether the function returns `(scalar, aux)`, as in `jax.grad`; so does the planned one, then.
 
     Raises:
       ValueError: if the budget cannot be kept, with the smallest that was found; for a bad number.
@@ -83,17 +88,23 @@ def plan(
     numbers = chosen_numbers(argnums, len(args))
     trials: list[Trial] = []
 
+    def with_constant(*args):  # no message comes to what is auxiliary
+        loss, aux = pair_of(function(*args))
+        return loss, jax.lax.stop_gradient(aux)
+
+    planned = with_constant if has_aux else function
+
     def compiled(method: str, work: float, variance: float, random: Callable[..., Any]) -> Trial:
-        peak = temp_bytes(random, jax.random.key(0), *args, argnums=[i + 1 for i in numbers])
+        peak = temp_bytes(random, jax.random.key(0), *args, argnums=[i + 1 for i in numbers], has_aux=has_aux)
         trials.append(Trial(method, peak, work, variance, random))
         return trials[-1]
 
     def finished(trial: Trial) -> Plan:
         return Plan(trial.function, trial, tuple(trials), int(budget_bytes))
 
-    if compiled("keep", 0.0, 0.0, lambda key, *args: function(*args)).peak_bytes <= budget_bytes:
+    if compiled("keep", 0.0, 0.0, lambda key, *args: planned(*args)).peak_bytes <= budget_bytes:
         return finished(trials[0])
-    plans = recorded(function, args, numbers)
+    plans = recorded(planned, args, numbers)
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
     best: Trial | None = None
@@ -105,7 +116,7 @@ def plan(
             break
         pick = min(fits, key=lambda c: (c.work, c.nbytes)) if fits else min(left, key=lambda c: c.nbytes)
         walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays, exact=True).stretch(*stretch)
-        trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(function, walk))
+        trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(planned, walk))
         beyond = trial.peak_bytes - pick.nbytes
         if trial.peak_bytes <= budget_bytes:
             best = trial
@@ -125,7 +136,7 @@ def plan(
             tried.add(estimate)
             walk = lambda *stretch, choose=choose: StretchWalk(choose).stretch(*stretch)
             try:
-                trial = compiled("pack", 0.0, added_variance(coefficients, choose), walked(function, walk))
+                trial = compiled("pack", 0.0, added_variance(coefficients, choose), walked(planned, walk))
             except (TypeError, NotImplementedError) as error:  # messages that are not linear, or go where none can see
                 why = error
                 break

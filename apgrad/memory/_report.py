@@ -4,6 +4,7 @@ Temp bytes are the compiler's account of the gradient's scratch memory, without 
 meanwhile. **XLA on the CPU drops optimization barriers**, and so what `jax.checkpoint` saves; not so for the report.
 """
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import Recompute
 from jax.core import Tracer
 
 from apgrad._ground.arguments import chosen_numbers
+from apgrad._ground.messages import tuple_of
 from apgrad._ground.pictures import new_figure
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
@@ -223,16 +225,20 @@ def compiled_note() -> str:
     return "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
 
 
-def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> int:
-    """The bytes of the compiled gradient's scratch memory, or -1 where the compiler gives no account.
+pair_of = functools.partial(tuple_of, 2, "with has_aux=True the function must return (loss, aux)")
 
-    Optimization barriers are kept on the CPU too.
+
+def temp_bytes(
+    function: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None, has_aux: bool = False
+) -> int:
+    """The bytes of the compiled gradient's scratch memory, with barriers kept on the CPU too; -1 without an account.
 
     Args:
       function: `(*args) -> scalar`; other outputs, or no floating-point array to differentiate, are a TypeError.
       *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s, all of them inputs of the program that is compiled.
         What is made only of arrays that the function closes over is no scratch memory: XLA computes it beforehand.
       argnums: the arguments to differentiate with respect to, where floating-point; all if not given.
+      has_aux: whether the function returns `(scalar, aux)`, as in `jax.grad`.
     """
     flat, inexact, put = shapes_in(args, argnums)
     if not inexact:
@@ -245,14 +251,15 @@ def temp_bytes(function: Callable[..., Any], *args: Any, argnums: int | Sequence
 
     def scalar(*values):
         output = function(*put(*values))
-        if (form := [jnp.shape(x) for x in jax.tree.leaves(output)]) != [()]:
+        loss, aux = pair_of(output) if has_aux else (output, None)
+        if (form := [jnp.shape(x) for x in jax.tree.leaves(loss)]) != [()]:
             raise TypeError(
                 f"the gradient that is measured is of a function with one scalar output, got arrays of shapes {form}. "
-                "Leave what is auxiliary out: lambda *args: function(*args)[0]"
+                "Leave what is auxiliary out (lambda *args: function(*args)[0]), or give ap.memory.plan has_aux=True."
             )
-        return output
+        return loss, aux
 
-    gradient = jax.jit(jax.grad(scalar, argnums=inexact))
+    gradient = jax.jit(jax.grad(scalar, argnums=inexact, has_aux=True))
     # What somebody has placed stays there, and the rest is placed by JAX.
     free = lambda x: isinstance(x, Tracer) or not getattr(x, "committed", True)
     given = lambda x: None if free(x) else getattr(x, "sharding", None)

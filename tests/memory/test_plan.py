@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
@@ -38,6 +39,23 @@ def test_what_is_computed_again_is_exact_and_in_the_budget():
     assert R.plan(mlp, *shapes, budget_bytes=12 * ARRAY).chosen[:3] == plan.chosen[:3]
     roomy = R.plan(mlp, WS, X, budget_bytes=100 * ARRAY)
     assert roomy.chosen.method == "keep" and len(roomy.trials) == 1
+
+
+def test_what_is_auxiliary_is_returned_and_costs_no_message():
+    def loss(ws, x):
+        found = [jnp.mean(jnp.exp(jax.nn.relu(x @ w))) for w in ws]
+        return mlp(ws, x), {"means": jnp.stack(found), "number": jnp.int32(len(ws)), "key": KEY}
+
+    plan = R.plan(loss, WS, X, budget_bytes=13 * ARRAY, has_aux=True)
+    assert plan.chosen.method == "recompute" and plan.chosen.peak_bytes <= 13 * ARRAY
+    ways = jax.value_and_grad(plan.function, 1, has_aux=True), jax.value_and_grad(mlp)
+    ((value, aux), gradient), truth = jax.jit(lambda *args: (ways[0](KEY, *args), ways[1](*args)))(WS, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), (value, gradient), truth)
+    np.testing.assert_allclose(aux["means"], loss(WS, X)[1]["means"], rtol=1e-5)
+    assert aux["number"] == 8 and aux["key"] == KEY
+    words = r"must return \(loss, aux\), got an array"
+    refused(TypeError, words, R.plan, mlp, WS, X, budget_bytes=100, has_aux=True)
+    refused(TypeError, "or give ap.memory.plan has_aux=True", R.plan, loss, WS, X, budget_bytes=100)
 
 
 def test_every_choice_of_what_stays_is_exact():
