@@ -40,12 +40,15 @@ NOT_LINEAR = {
     "normalise": lambda x, m: m / jnp.linalg.norm(m),
     "branch": lambda x, m: jax.lax.cond(jnp.sum(m) > 1, lambda m: m / 2, lambda m: m, m),
     "constant": lambda x, m: m + x,
-    "replaced": lambda x, m: jnp.where(x > 0, m, x),
+    "replaced": lambda x, m: jnp.where(x > 0, m, 1.0),
     "relu": lambda x, m: jax.nn.relu(m),
     "square": lambda x, m: m * m,
     "filled": lambda x, m: m + m.at[jnp.arange(9, 25)].get(mode="fill", fill_value=1.0),
     "integers": lambda x, m: m.astype(jnp.int32).astype(m.dtype),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * m, None), m, length=2)[0],
+    "divided by its sum": lambda x, m: m / jnp.sum(m),
+    "a branch that is constant": lambda x, m: jax.lax.cond(x[0, 0] > 0, lambda m: m, lambda m: x, m),
+    "halved until it is small": lambda x, m: jax.lax.while_loop(lambda m: jnp.sum(m) > 1, lambda m: m / 2, m),
 }
 clipped = rule(NOT_LINEAR["clip"])
 around = jax.custom_jvp(clipped)
