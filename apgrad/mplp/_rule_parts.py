@@ -25,7 +25,8 @@ class Fixed(nnx.Variable):
     """A number of a rule that is fitted or chosen, and not meta-trained: its derivative is 0."""
 
     def get_value(self, **index: Any) -> Any:
-        return jax.lax.stop_gradient(super().get_value(**index))
+        value = super().get_value(**index)  # the form of an array where Flax prints a module
+        return jax.lax.stop_gradient(value) if isinstance(value, jax.Array) else value
 
 
 def split(parameters: jax.Array, parts: Parts) -> list[jax.Array]:

@@ -153,8 +153,11 @@ def test_rules_want_inputs_and_targets_standardized_as_their_card_says():
     refused(ValueError, "standardized inputs", load, "images", four)
 
 
-def test_a_rule_shows_its_arguments():
+def test_a_rule_shows_its_arguments_and_what_it_holds():
     assert "message_size" in inspect.signature(mplp.Separable).parameters
+    made = lambda: mplp.PerSynapse(sites(), message_size=2, hidden=2, rngs=nnx.Rngs(0))
+    for rule in (made(), jax.eval_shape(made)):  # Flax shows the form of an array in its place
+        assert "shift=Fixed(" in repr(rule)
 
 
 def test_a_changed_card_and_files_that_hold_something_else_are_refused(rule, tmp_path):
