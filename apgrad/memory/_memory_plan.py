@@ -66,17 +66,19 @@ def linearized(
     messages = [x for x in outputs if jaxprs.is_inexact(x)]
     back = jaxprs.inlined(lambda leaves, m: tree.unflatten(leaves)(m), leaves, messages)
     # For each residual, whether it is zeros.
-    kept = linearity(traced, [CONSTANT] * len(traced.jaxpr.invars))[len(outputs) :] if rules else []
-    made = linearity(back, kept + [LINEAR] * len(messages)) if rules else []
+    looks = rules or exact
+    kept = linearity(traced, [CONSTANT] * len(traced.jaxpr.invars))[len(outputs) :] if looks else []
+    made = linearity(back, kept + [LINEAR] * len(messages)) if looks else []
     is_linear = {ZERO, LINEAR}.issuperset(made)
-    if not (is_linear or exact):
+    graph = PullbackGraph(back, len(leaves))
+    of_messages = all(v in graph.dependent or fact == ZERO for v, fact in zip(back.jaxpr.outvars, made, strict=False))
+    if not (is_linear or (exact and of_messages)):
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
             "backward pass is not linear in the message, or cannot be seen to be: the gradient would be biased, as "
             "with total propagation, MPLP, clipping and solvers (odeint). Let a while_loop be a fori_loop of a "
             "fixed number of steps, or put ap.randomize around other parts."
         )
-    graph = PullbackGraph(back, len(leaves))
     for eqn in () if exact else graph.backward:
         jaxprs.require_known(eqn, "ap.randomize")
     graph.chains = graph.chains if is_linear else {}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from apgrad._ground.arguments import chosen_numbers, number
+from apgrad._ground.primitives import refuse_message
 from apgrad.memory._budget import added_variance, allocate
 from apgrad.memory._randomize import StretchWalk, listed, recorded, walked
 from apgrad.memory._recompute import choices
@@ -18,6 +19,7 @@ from apgrad.memory._report import compiled_note, pair_of, temp_bytes
 _TRIES = 6  # compilations of each method
 _HOPE = 0.8  # a budget below this share of the gradient that should be the smallest is given up
 _CLOSE = 0.03  # the share of the budget that may be left unused
+_AUXILIARY = "what a plan with has_aux=True returns beside the loss has no derivative: add it to the loss to have one"
 
 
 class Trial(NamedTuple):
@@ -94,7 +96,11 @@ def plan(
 
     planned = with_constant if has_aux else function
 
-    def compiled(method: str, work: float, variance: float, random: Callable[..., Any]) -> Trial:
+    def compiled(method: str, work: float, variance: float, made: Callable[..., Any]) -> Trial:
+        def random(key, *args):
+            output = made(key, *args)
+            return (output[0], refuse_message(output[1], _AUXILIARY)) if has_aux else output
+
         peak = temp_bytes(random, jax.random.key(0), *args, argnums=[i + 1 for i in numbers], has_aux=has_aux)
         trials.append(Trial(method, peak, work, variance, random))
         return trials[-1]
@@ -153,7 +159,7 @@ def plan(
     if best is not None:
         return finished(best)
     smallest = min(t.peak_bytes for t in trials)
-    cut = "" if variance >= 1 else ", a higher variance="
+    cut = "" if variance >= 1 or why else ", a higher variance="
     raise ValueError(
         f"a budget of {budget_bytes} bytes cannot be kept: the smallest that was found is "
         f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "

@@ -70,8 +70,8 @@ def randomize(
 
     Raises:
       TypeError: for what is no sampler or no PRNG key; if the result is differentiated twice; when it is, if values go
-        through a mutable reference (`jax.new_ref`), or, unless `boundaries` alone are given, if a `jax.custom_vjp`
-        function inside has a backward pass that is not linear in the message (clipping, MPLP).
+        through a mutable reference (`jax.new_ref`), or if a `jax.custom_vjp` function inside has a backward pass that
+        is not linear in the message (clipping, MPLP); if `boundaries` alone are given, only if it takes no message.
       ValueError: if a sampler or `through` is given beside a budget, or none of sampler, budget and boundaries; if the
         function changes its arguments in place; when the result is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
@@ -174,7 +174,7 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
       *args: arrays or `jax.ShapeDtypeStruct`s.
       min_size: as in `randomize`.
     """
-    return listed(recorded(function, args, range(len(args)), min_size))
+    return listed(recorded(function, args, range(len(args)), min_size, exact=False))
 
 
 def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
@@ -189,12 +189,14 @@ def shapes_in(args: Any, argnums: Any = None) -> tuple[list[Any], tuple[int, ...
 Recorded = dict[str, MemoryPlan]
 
 
-def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int = 512) -> Recorded:
+def recorded(
+    function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int = 512, *, exact: bool = True
+) -> Recorded:
     """The plans of all stretches by scope, the whole function's last, if all that may be sampled is kept in 32 bits."""
     leaves, chosen, put = shapes_in(args, numbers)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
-    return _recorded(min_size, {}, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0), exact=True)
+    return _recorded(min_size, {}, jaxprs.pruned(program), flags, chosen, "", 1, jax.random.key(0), exact=exact)
 
 
 def _recorded(min_size: int, linear: Any, *stretch: Any, exact: bool = False) -> Recorded:

@@ -102,9 +102,10 @@ class _Stretch:
             for step in gradients_first(plan.steps)
         ]
         largest = max((self.bytes(v, False) for v in self.wanted), default=0)
-        # Control flow is never run again; what is small beside the largest array stays.
+        # Control flow and callbacks with effects are never run again; what is small beside the largest array stays.
+        once = lambda eqn: is_control_flow(eqn) or eqn.effects
         self.always = {*jaxpr.invars, *jaxpr.constvars}
-        self.always |= {v for v, e in maker.items() if self.bytes(v, False) * _SMALL <= largest or is_control_flow(e)}
+        self.always |= {v for v, eqn in maker.items() if self.bytes(v, False) * _SMALL <= largest or once(eqn)}
 
     def choices(self) -> list[Kept]:
         forward = sum(map(work, self.plan.forward.jaxpr.eqns)) * self.count

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
+from jax.experimental import io_callback, pallas as pl
 
 import apgrad as ap
 from apgrad.memory._randomize import recorded
@@ -53,6 +53,7 @@ def test_what_is_auxiliary_is_returned_and_costs_no_message():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), (value, gradient), truth)
     np.testing.assert_allclose(aux["means"], loss(WS, X)[1]["means"], rtol=1e-5)
     assert aux["number"] == 8 and aux["key"] == KEY
+    refused(TypeError, "has no derivative", jax.grad(lambda ws: plan.function(KEY, ws, X)[1]["means"][0]), WS)
     words = r"must return \(loss, aux\), got an array"
     refused(TypeError, words, R.plan, mlp, WS, X, budget_bytes=100, has_aux=True)
     refused(TypeError, "or give ap.memory.plan has_aux=True", R.plan, loss, WS, X, budget_bytes=100)
@@ -154,6 +155,22 @@ def test_kernels_and_clipped_messages_are_kept_or_computed_again_and_never_round
     assert_exact(plan.function, loss, WS, X, rtol=1e-5)
     said = refused(ValueError, "a budget of 100 bytes cannot be kept", R.plan, loss, WS, X, budget_bytes=100)
     assert "\npack" not in str(said)
+
+
+def test_a_callback_with_an_effect_is_called_once():
+    seen = []
+
+    def draw():
+        seen.append(1.0 + len(seen))
+        return np.full(X.shape, seen[-1], np.float32)
+
+    def loss(ws, x):
+        noise = io_callback(draw, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+        return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w) * noise, ws, x) ** 2)
+
+    gradient = jax.grad(computed_again(loss, choices(recorded(loss, (WS, X), [0]))[-1].stays), 1)
+    jax.block_until_ready(jax.jit(gradient)(KEY, WS, X))
+    assert len(seen) == 1
 
 
 def test_a_small_loop_is_measured():

@@ -114,14 +114,36 @@ def test_linear_ones_are_not():
     np.testing.assert_allclose(*SEEN, rtol=1e-5)  # by each of the two
 
 
-def test_what_is_exact_takes_any_backward_pass():
+in_part = jax.custom_vjp(lambda a, b: a * b)
+in_part.defvjp(lambda a, b: (a * b, b), lambda b, m: (m * b, jnp.cos(b)))
+constant = rule(lambda x, m: jnp.cos(x))
+NO_MESSAGE = {"whole": REFUSED["without a message"], "filled": REFUSED["zeros that are filled"]} | {
+    "in a scan": lambda w, x: jnp.sum(jax.lax.scan(lambda x, _: (constant(x @ w), None), x, length=2)[0]),
+    "in part": lambda w, x: jnp.sum(jax.lax.scan(lambda w, x: (in_part(x, w), None), w, x[:, None] + 0 * w)[0]),
+}
+
+
+def test_what_is_exact_takes_any_backward_pass_of_messages():
     steps = lambda w, x: jnp.sum(jax.lax.scan(lambda x, _: (clipped(x @ w), None), x, length=3)[0])
-    total = lambda w, x: sum(function(w, x) for function in [*REFUSED.values(), steps])
-    stays = choices(recorded(total, (W, X), [0], 16))[-1].stays
-    assert_exact(computed_again(total, stays), total, W, X, rtol=1e-4, atol=1e-5)
-    blocks = lambda w, x: jax.checkpoint(total)(w, x @ w)
-    packed = ap.randomize(blocks, boundaries=R.rounding(32), min_size=16)
-    assert_exact(packed, blocks, W, X, rtol=1e-4, atol=1e-5)
+    ways = [f for f in [*REFUSED.values(), steps] if f not in NO_MESSAGE.values()]
+    stays = [choices(recorded(f, (W, X), [0, 1], 16))[-1].stays for f in ways]
+    ours = [jax.grad(computed_again(f, s), (1, 2)) for f, s in zip(ways, stays, strict=True)]
+    blocks = [lambda w, x, f=f: jax.checkpoint(f)(w, x @ w) for f in ways]
+    ours += [jax.grad(ap.randomize(f, boundaries=R.rounding(32), min_size=16), (1, 2)) for f in blocks]
+    run = jax.jit(lambda *args: ([f(KEY, *args) for f in ours], [jax.grad(f, (0, 1))(*args) for f in ways + blocks]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *run(W, X))
+    for function in NO_MESSAGE.values():
+        refused(TypeError, "not linear in the message", recorded, function, (W, X), [0, 1], 16)
+        refused(
+            TypeError,
+            "not linear in the message",
+            gradient_shape,
+            function,
+            W,
+            X,
+            sampler=None,
+            boundaries=R.rounding(8),
+        )
 
 
 def test_a_randomized_part_is_linear():

@@ -106,19 +106,29 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
 
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
-    """The inner products of messages with derivatives along factors, (NUMBER,); None for what is no matrix product."""
-    if not isinstance(signs, Factors) or eqn.primitive.name != "dot_general":
+    """The inner products of messages with derivatives along factors, (NUMBER,); None for what is no product or sum."""
+    name = eqn.primitive.name
+    if not isinstance(signs, Factors) or name not in ("dot_general", "add", "add_any", "sub", "mul"):
         return None
-    ((message,), (contracted, batched)) = messages, Parameters(eqn)["dimension_numbers"]
-    labels = [[-1] * jnp.ndim(x) for x in arrays]
-    for pairs, start in ((batched, 0), (contracted, 100)):
-        for n, axes in enumerate(zip(*pairs, strict=True)):
-            for side, axis in enumerate(axes):
-                labels[side][axis] = start + n
-    made = list(range(jnp.ndim(message)))
-    free = iter(made[len(batched[0]) :])
-    labels = [[next(free) if label < 0 else label for label in side] for side in labels]
-    return product([(message, made), (arrays[1 - view], labels[1 - view])], signs, labels[view])
+    (message,) = messages  # Other operations may have several messages, and a comparison has none.
+    shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
+    if name == "dot_general":
+        contracted, batched = Parameters(eqn)["dimension_numbers"]
+        labels = [[-1] * len(shape) for shape in shapes]
+        for pairs, start in ((batched, 0), (contracted, 100)):
+            for n, axes in enumerate(zip(*pairs, strict=True)):
+                for side, axis in enumerate(axes):
+                    labels[side][axis] = start + n
+        free = iter(range(len(batched[0]), ndim))
+        labels = [[next(free) if label < 0 else label for label in side] for side in labels]
+        terms = [(message, list(range(ndim))), (arrays[1 - view], labels[1 - view])]
+    elif shapes[0] == shapes[1]:
+        labels = [list(range(ndim))] * 2
+        terms = [(message, labels[0])] + [(arrays[1 - view], labels[0])] * (name == "mul")
+    else:
+        return None
+    sign = -1 if name == "sub" and view == 1 else 1
+    return sign * product(terms, signs, labels[view])
 
 
 def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:
@@ -126,7 +136,7 @@ def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labe
     dtype = np.promote_types(jnp.result_type(*(x for x, _ in terms)), np.float32)
     shared = [label for label in labels if sum(label in axes for _, axes in terms) != 1]
     whole = [([_K, label], x.astype(dtype)) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
-    # A factor of one array alone first, which makes that array small.
+    # A factor of one array alone first, always in the same way: a layer and its bias have such products in common.
     made = []
     for x, axes in terms:
         mine = [factor for factor in whole if factor[0][1] in axes and factor[0][1] not in shared]

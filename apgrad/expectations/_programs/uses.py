@@ -17,9 +17,9 @@ gradients is the mean over k of f_k f'_k, on average over the signs. And f_k is 
     f_k = sum over uses of <message, derivative of the use along z_k>.
 
 Signs are products of one sign for each coordinate, z_k[i, j] = u_k[i] v_k[j]. For a dense layer y = x W this makes
-f_k = (x . u_k)(message . v_k): two thin products in place of a gradient, in `scan` and in `vmap` too. Other uses (a
-bias, a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; where an equation forbids
-them (`jax.custom_vjp`) the lane's gradient is made.
+f_k = (x . u_k)(message . v_k): two thin products in place of a gradient, and so for adding and multiplying, in `scan`
+and in `vmap`. Other uses (a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; where
+an equation forbids them (`jax.custom_vjp`) the lane's gradient is made.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +75,9 @@ def sketch(program: Program, inputs: Values, operands: Arrays, messages: Arrays,
     walk = _Sketch(operands, messages)
     try:
         walk.run(program, signed)
-    except TypeError:  # of a function with a reverse-mode rule alone
+    except TypeError as error:
+        if "forward-mode" not in str(error):  # of a function with a reverse-mode rule alone
+            raise
         return inner(gradient(program, inputs, operands, messages), signs)
     return walk.found
 
