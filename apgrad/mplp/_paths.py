@@ -86,8 +86,8 @@ class Walk:
                 self.outside[inner] = atom, (id(eqn), *way)
         if inside is not None and together and not (inside.kind == "cond" and UNLIKE in facts[0]):
             # A node of the user's own, which takes each value with its port, sends back messages of its own.
-            ports = {fact - {PORT, UNLIKE} for fact in facts if PORT in fact}
-            if name.startswith("custom_vjp") and ports == {f for f in facts if f and PORT not in f}:
+            ports = [fact - {PORT, UNLIKE} for fact in facts if PORT in fact]
+            if name.startswith("custom_vjp") and ports == [f for f in facts if f and PORT not in f]:
                 port = lambda v: self.size in v.aval.shape
                 return [together - ({DENSE} if port(v) else {DENSE, PORT, UNLIKE}) for v in eqn.outvars]
             if inside.kind in ("scan", "while", "cond"):  # a port must be in the same one as its value
@@ -104,7 +104,7 @@ class Walk:
         return (atom, ()) if isinstance(atom, Literal) else self.outside.get(atom, (atom, ()))
 
     def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
-        if any(origin.startswith("params") for origin, _ in fact):
+        if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
             variable, way = self.source(eqn.invars[0])
             taken = self.taken.setdefault(variable, set())
             taken.add((id(eqn), *way))

@@ -282,6 +282,7 @@ def learned_node(
     if not asked:  # forward only
         return paths.leave(where, forward(asked, signals, parameters, data)[0], site.kind)
 
+    @jax.numpy_rank_promotion("allow")
     def backward(memory, message):
         asked, rest = memory
         # The rule is asked in the wider of its own dtype and the network's.

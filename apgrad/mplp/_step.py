@@ -59,7 +59,6 @@ def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> 
     return {name: rule.init(site) for name, site in places.sites.items()}
 
 
-@jax.numpy_rank_promotion("allow")
 def backward(rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any) -> Step:
     """One backward pass of a network under a rule: the updates, and the new state.
 
@@ -228,7 +227,6 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
     return places
 
 
-@jax.numpy_rank_promotion("allow")
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:
     require_undivided("a network of mplp", (params, batch))
     places = Places(rule)

@@ -35,6 +35,14 @@ def tanh_with_messages(signal, gain=1.0):
     return ap.node(ap.Propagator(forward, backward))(signal, jnp.broadcast_to(gain, signal.value.shape[-1:]))
 
 
+def exchanged(a, b):
+    """Two signals through a node of the user's own, each with the other's port."""
+    both = ap.node(
+        ap.Propagator(lambda *signals: (each(jnp.add, *signals), None), lambda _, message: (message, message))
+    )
+    return both(a._replace(port=b.port), b._replace(port=a.port))
+
+
 class Net:
     """The parts of a small network, with short names."""
 
@@ -162,6 +170,7 @@ REFUSED = {
         lambda n: n.loss(mplp.fork(n.dense()._replace(port=n.dense("2").port), 1)[0]),
         "'1'.*'2'",
     ),
+    "ports exchanged": (lambda n: n.loss(exchanged(n.dense(), n.dense("2"))), "'1'.*'2'"),
     "a parameter's value in a node of one's own": (
         lambda n: n.loss(tanh_with_messages(n.dense(), n.p["c"].value)),
         "'c'",
