@@ -46,10 +46,9 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
       reason: the text of the error: what has no derivative, and what to do.
 
     Example:
-      >>> import jax, apgrad as ap
-      >>> jax.grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0)(1.0)
-      Traceback (most recent call last):
-      TypeError: x is data...
+      >>> import jax, pytest, apgrad as ap
+      >>> with pytest.raises(TypeError, match="x is data"):
+      ...     jax.grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0)(1.0)
     """
     return _refuse(_refuse_p, tree, reason)
 
