@@ -81,7 +81,8 @@ def linearized(
         )
     for eqn in () if exact else graph.backward:
         jaxprs.require_known(eqn, "ap.randomize")
-    graph.chains = graph.chains if is_linear else {}
+    if not is_linear:
+        graph.chains = {}  # they would multiply a message by one derivative
     known, chains = graph.frontier(), graph.chains
 
     def whole(*values):

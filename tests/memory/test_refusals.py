@@ -40,9 +40,11 @@ NOT_LINEAR = {
     "normalise": lambda x, m: m / jnp.linalg.norm(m),
     "branch": lambda x, m: jax.lax.cond(jnp.sum(m) > 1, lambda m: m / 2, lambda m: m, m),
     "constant": lambda x, m: m + x,
-    "replaced": lambda x, m: jnp.where(x > 0, m, 1.0),
+    "replaced": lambda x, m: jnp.where(x > 0, m, x),
+    "replaced by a number": lambda x, m: jnp.where(x > 0, m, 1.0),
     "relu": lambda x, m: jax.nn.relu(m),
     "square": lambda x, m: m * m,
+    "a chain of two": lambda x, m: m * jnp.cos(x) * (m * x),
     "filled": lambda x, m: m + m.at[jnp.arange(9, 25)].get(mode="fill", fill_value=1.0),
     "integers": lambda x, m: m.astype(jnp.int32).astype(m.dtype),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * m, None), m, length=2)[0],
@@ -134,16 +136,8 @@ def test_what_is_exact_takes_any_backward_pass_of_messages():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *run(W, X))
     for function in NO_MESSAGE.values():
         refused(TypeError, "not linear in the message", recorded, function, (W, X), [0, 1], 16)
-        refused(
-            TypeError,
-            "not linear in the message",
-            gradient_shape,
-            function,
-            W,
-            X,
-            sampler=None,
-            boundaries=R.rounding(8),
-        )
+        boundaries = functools.partial(gradient_shape, sampler=None, boundaries=R.rounding(8))
+        refused(TypeError, "not linear in the message", boundaries, function, W, X)
 
 
 def test_a_randomized_part_is_linear():
