@@ -37,7 +37,7 @@ def flow(
         made = transfer(eqn, facts)
         if made is not None:
             return made
-        inside: Any = nested(eqn)  # some: a transfer has an answer for each other equation
+        inside: Any = nested(eqn)  # not None: a transfer answers for equations without programs
         if inside.kind != "scan":
             return _inside(inside, facts, enter, join)
         same, carried, _ = inside.counts

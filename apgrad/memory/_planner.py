@@ -75,7 +75,8 @@ def plan(
 
     Raises:
       ValueError: if the budget cannot be kept, with the smallest that was found; for a bad number.
-      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated.
+      TypeError: if the function has more outputs than one scalar, or no floating-point array is differentiated; if more
+        than keeping all is needed and a `jax.custom_vjp` function inside has a gradient that leaves its message out.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, apgrad as ap

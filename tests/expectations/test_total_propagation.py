@@ -67,8 +67,8 @@ def test_a_cross_fitted_program_grows_with_its_nodes_and_not_faster():
 
         return jax.jit(ap.grad(program, 4, cross_fit=True)).lower(KEY, 1.3).compile().as_text().count("\n")
 
-    # 2.9, in JAX 0.12 3.3; else XLA computes all later nodes again in each earlier one, with 4.7 and 4.6.
-    assert lines(6) < 3.6 * lines(2)
+    # It is 2.9, and 3.3 in JAX 0.12. Where XLA computes all later nodes again in each earlier one, it is 4.7 and 4.6.
+    assert lines(6) < (3.3 if jax.__version_info__ < (0, 11) else 3.6) * lines(2)
 
 
 @pytest.mark.parametrize("by_sample", [True, pytest.param(False, marks=pytest.mark.long)])
