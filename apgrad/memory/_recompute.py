@@ -102,31 +102,37 @@ class _Stretch:
             for step in gradients_first(plan.steps)
         ]
         largest = max((self.bytes(v, False) for v in self.wanted), default=0)
-        # Control flow and callbacks with effects are never run again; what is small beside the largest array stays.
-        once = lambda eqn: is_control_flow(eqn) or eqn.effects
-        self.always = {*jaxpr.invars, *jaxpr.constvars}
-        self.always |= {v for v, eqn in maker.items() if self.bytes(v, False) * _SMALL <= largest or once(eqn)}
+        # Control flow and callbacks with effects are never run again.
+        once = {v for v, eqn in maker.items() if is_control_flow(eqn) or eqn.effects}
+        self.always = {*jaxpr.invars, *jaxpr.constvars, *once}
+        # What is small beside the largest array stays; in a scan, which keeps it for all steps, it need not.
+        small = {v for v in maker if self.bytes(v, False) * _SMALL <= largest}
+        self.bases = [small] if self.count == 1 else [small, set()]
 
     def choices(self) -> list[Kept]:
         forward = sum(map(work, self.plan.forward.jaxpr.eqns)) * self.count
         kept = self.count * sum(self.bytes(v, True) for v in self.coefficients - self.free)
         every = Kept(float(kept), 0.0, 0.0, {}, forward)
-        eqns = self._missing(())
+        candidates = [stays for base in self.bases for stays in self._candidates(base)]
+        return _undominated([every, *map(self._choice, dict.fromkeys(map(frozenset, candidates)))])
+
+    def _candidates(self, base: set[Any]) -> list[set[Any]]:
+        eqns = self._missing(base)
         density = {v: work(e) / max(self.bytes(v, False), 1) for e in eqns for v in e.outvars}
         products = [v for e in eqns if e.primitive.name in PRODUCT for v in e.outvars]
         prices = sorted({density[v] for v in products}, reverse=True)
         prices = [math.inf, *prices[:: max(1, math.ceil(len(prices) / _PRICES))]]
         candidates = []
         for price in prices:
-            dear = {v for v in products if density[v] >= price}
+            dear = base | {v for v in products if density[v] >= price}
             candidates += [dear | self._cut(dear, groups) for groups in _GROUPS if groups <= len(self.wanted)]
         spread = {v: int(f"{i:012b}"[::-1], 2) for i, v in enumerate(self.wanted)}  # neighbours come far apart
         cheap = sorted(self.wanted, key=lambda v: (density.get(v, math.inf), spread[v]))
-        candidates += [set(cheap[i:]) for i in range(0, len(cheap), max(1, len(cheap) // 32))]
+        candidates += [base.union(cheap[i:]) for i in range(0, len(cheap), max(1, len(cheap) // 32))]
         few = sorted(self.wanted, key=lambda v: -self.bytes(v, False))[:_FEW]
         if len(eqns) <= _SHORT:
-            candidates += [set(s) for n in range(len(few)) for s in itertools.combinations(few, n)]
-        return _undominated([every, *map(self._choice, dict.fromkeys(map(frozenset, candidates)))])
+            candidates += [base.union(s) for n in range(len(few)) for s in itertools.combinations(few, n)]
+        return candidates
 
     def _missing(self, stays: Collection[Any]) -> list[Any]:
         return jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, {*stays, *self.always})

@@ -104,6 +104,24 @@ def test_blocks_in_a_loop_need_no_checkpoint_by_hand():
     assert_exact(plan.function, loss, ps, x, rtol=1e-4)
 
 
+def test_small_arrays_of_a_scan_are_computed_again_too():
+    """They stayed, since they are small beside its largest array; for all steps they are most of what is kept."""
+
+    def step(w, state, _):
+        angle, speed = state
+        torque = jnp.tanh(jnp.stack([jnp.sin(angle), jnp.cos(angle), speed], -1) @ w[0]) @ w[1]
+        speed = speed + 0.05 * (9.8 * jnp.sin(angle) + torque[:, 0] - 0.1 * speed)
+        return (angle + 0.05 * speed, speed), angle**2 + 0.1 * speed**2
+
+    def loss(w, state):
+        return jnp.mean(jax.lax.scan(functools.partial(step, w), state, length=50)[1])
+
+    args = (normal(1, 3, 32) / 4, normal(2, 32, 1) / 4), (jnp.ones(32), jnp.zeros(32))
+    plan = R.plan(loss, *args, budget_bytes=R.temp_bytes(loss, *args) // 10)  # the smallest was a seventh
+    assert plan.chosen.method == "recompute"
+    assert_exact(plan.function, loss, *args, rtol=1e-4)
+
+
 @pytest.mark.quick
 def test_what_is_made_of_arguments_that_are_not_differentiated_counts():
     """Features of a batch, frozen weights and a mask of dropout: they were constants, and a plan kept too much."""
