@@ -353,6 +353,7 @@ def test_rows_are_apart_where_they_do_not_act_on_each_other_and_only_there():
         assert {name for name, f in functions.items() if is_sum_over(summed(f), [0]) != wanted} == set()
 
 
+held = jax.lax.stop_gradient
 less_mean = lambda x: x - x.mean(0)
 constant_shares = lambda x: jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(x[:, 0])))
 redrawn = lambda x: jax.random.categorical(KEY, jax.lax.stop_gradient(x[:, 0]), shape=(4,))
@@ -448,6 +449,21 @@ OF_ALL_LANES = {
     "sums of groups by turns": lambda x: jax.ops.segment_sum(x[:, 0], jnp.arange(4) % 2, 4),
     "the first in a branch": lambda x: jax.lax.cond(True, lambda x: jnp.tile(x[:1], (4, 1)), lambda x: x, x)[:, 0],
     "less the mean of what was rounded": lambda x: x[:, 0] - jax.lax.reduce_precision(x[:, 0], 8, 3).mean(),
+    "each twice": lambda x: jnp.repeat(x[:, 0], 2)[:4],
+    "doubled, from the second on": lambda x: jnp.tile(x[:, 0], 2)[1:5],
+    "columns as rows": lambda x: x.T.reshape(-1).reshape(4, 4)[:, 0],
+    "rolled in one axis": lambda x: jnp.roll(x.reshape(-1), 1).reshape(4, 4)[:, 0],
+    "added up in a tree": lambda x: jax.lax.associative_scan(jnp.add, x[:, 0]),
+    "less the one before, with a first": lambda x: jnp.diff(x[:, 0], prepend=0.0),
+    "less the first's by its index": lambda x: x[:, 0] - jax.lax.dynamic_index_in_dim(x, 0, keepdims=False)[0],
+    "the first in the second's place": lambda x: jax.lax.dynamic_update_slice(x, x[:1], (1, 0))[:, 0],
+    "added to the next in a loop": lambda x: jax.lax.fori_loop(1, 4, lambda i, x: x.at[i].add(x[i - 1]), x)[:, 0],
+    "solved over lanes": lambda x: jnp.linalg.solve(jnp.eye(4) + 0.1, x)[:, 0],
+    "solved by triangles": lambda x: jax.scipy.linalg.solve_triangular(jnp.tri(4), x, lower=True)[:, 0],
+    "a branch that all choose": lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)[:, 0],
+    "a branch that one chooses": lambda x: jax.lax.switch(jnp.argmax(x[0]), [jnp.sin, jnp.cos], x)[:, 0],
+    "less the mean, cut in groups": lambda x: less_mean(jnp.sin(x.reshape(2, 2, 4)).reshape(4, 4))[:, 0],
+    "less the other of two": lambda x: jnp.subtract(*x.reshape(2, 2, 4).swapaxes(0, 1)).repeat(2, 0)[:, 0],
 }
 of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
 OF_ONE_LANE = {name: of_lanes(f) for name, f in BY_ROW.items()}
@@ -528,6 +544,12 @@ OF_ONE_LANE |= {
         + x[tuple(jnp.indices((4, 4)))].sum(1)
     ),
     "in windows of its own": lambda x: jax.lax.reduce_window(x.reshape(-1), 0.0, jax.lax.add, (4,), (4,), "VALID"),
+    "each twice, and every other": lambda x: jnp.sin(jnp.repeat(x, 2, 0))[::2, 0] + jnp.tile(x, (2, 1))[4:, 1],
+    "in groups": lambda x: jnp.sin(x.reshape(2, 2, 4)).swapaxes(0, 1).swapaxes(0, 1).reshape(4, 4)[:, 0],
+    "reversed twice": lambda x: jnp.sin(x[::-1])[::-1, 0],
+    "solved, the lanes second": lambda x: jnp.linalg.solve(jnp.eye(4) + 0.1, x.T)[0],
+    "a branch that all choose held constant": lambda x: jax.lax.cond(held(x).sum() > 0, jnp.sin, jnp.cos, x)[:, 0],
+    "no columns": lambda x: x[:, 0] + jnp.concatenate([x[:, :0], x], 1)[:, :0].sum(1),
     "at every other place": lambda x: jnp.zeros(8).at[2 * jnp.arange(4)].set(x[:, 0])[::2],
 }
 
@@ -569,7 +591,6 @@ JUMPING = {
     "where one of two jumps": lambda x: jnp.where(x > 0, jnp.floor(x), x),
     "counted": lambda x: jnp.sum(x[:, None] > TABLE, axis=1).astype(x.dtype),
 }
-held = jax.lax.stop_gradient
 surrogate_step = ap.node(ap.Propagator(lambda x: (jnp.sign(x), x), lambda x, m: (m * jax.nn.sigmoid(x),)))
 between = lambda x, i: TABLE[i] + (x - i.astype(x.dtype)) * (TABLE[i + 1] - TABLE[i])
 densities = (

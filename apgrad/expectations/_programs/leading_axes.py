@@ -53,7 +53,7 @@ REDUCTIONS = {"argmax", "argmin", "pmax", "pmin", "psum"}
 REDUCTIONS |= {f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")}
 # Some of the functions of matrices (..., m, n).
 OF_MATRICES = {"cholesky", "custom_linear_solve", "eig", "eigh", "geqrf", "householder_product", "lu", "svd"}
-OF_MATRICES |= {"lu_pivots_to_permutation", "triangular_solve"}
+OF_MATRICES |= {"hessenberg", "lu_pivots_to_permutation", "qr", "schur", "triangular_solve"}
 BY_ELEMENT = kinds.NO_DERIVATIVE | {"complex", "conj", "imag", "real", "reduce_precision", "select_n"}
 BY_ELEMENT -= {"any_mapped", "argmax", "argmin", "bitcast_convert_type", "iota", "random_bits"}
 

@@ -1,12 +1,13 @@
 """Whether entries along an axis, such as the lanes, act on each other in a program.
 
-The fact of an array is `Entries` where each number depends on one entry, MIXED where each depends on several, and None
-where none does or it is not known. So something may be missed; what is found is sure, but for what undoes a mixing
-(masks, diagonals).
+The fact of an array is `Entries`, which says for each number on which entry it depends; and None where it depends on
+none, or that is not known. So something may be missed; what is found is sure, but for what undoes a mixing (masks,
+diagonals).
 """
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,21 +15,84 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from apgrad._programs import kinds
 from apgrad._programs.flow import flow, steady
-from apgrad._programs.jaxprs import Parameters, Program, nested, run
-from apgrad.expectations._programs.leading_axes import ALONG, BY_ELEMENT, MIXED, OF_MATRICES, REDUCTIONS, moved_axis
+from apgrad._programs.jaxprs import Parameters, Program, nested, opened, run
+from apgrad.expectations._programs.leading_axes import ALONG, BY_ELEMENT, OF_MATRICES, REDUCTIONS
+
+NONE, SEVERAL = -1, -2  # in place of an entry's number; numbers below stand for the entry of a loop's step
+MOST = 2**22  # arrays of more numbers are not written out
+_LEAST, _LARGEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
-class Entries(NamedTuple):
-    """Entries in a row along an axis, which may be one with other axes (then it is longer), or one entry everywhere."""
+class Entries:
+    """The number of the entry on which each number of an array depends, in an array that broadcasts to its shape."""
 
-    axis: int | None
-    start: int  # the place of the first one
-    of: int  # how many there were
-    before: int = 1  # in an axis that is one with others, how many numbers of an entry's place are before it
+    def __init__(self, of: Any):
+        of = np.asarray(of, np.int32)
+        for axis in range(of.ndim):
+            first = of[(slice(None),) * axis + (slice(1),)]
+            of = first if of.shape[axis] > 1 and (of == first).all() else of
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entries) and np.array_equal(self.of, other.of)
+
+    def __hash__(self) -> int:
+        return hash(self.of.tobytes())
+
+
+def _of(array):
+    return None if array is None or not (array != NONE).any() else Entries(array)
+
+
+@functools.cache
+def _each(axis, size, ndim):
+    return Entries(np.arange(size, dtype=np.int32).reshape([size if a == axis else 1 for a in range(ndim)]))
+
+
+def _array(fact, shape):
+    return np.full((1,) * len(shape), NONE) if fact is None else fact.of
+
+
+def _several(shape):
+    return Entries(np.full((1,) * len(shape), SEVERAL, np.int32))
+
+
+def _both(one, other):
+    if one.shape == other.shape and (one == other).all():
+        return one
+    shape = np.broadcast_shapes(one.shape, other.shape)
+    if math.prod(shape) > max(MOST, one.size, other.size):  # entries along different axes
+        return _several(shape).of
+    return np.where((one == other) | (other == NONE), one, np.where(one == NONE, other, SEVERAL))
+
+
+def _over(of, axes):  # of what is made of all numbers along some axes, which stay with one number
+    if all(of.shape[a] == 1 for a in axes):
+        return of
+    low = np.where(of == NONE, _LARGEST, of).min(tuple(axes), keepdims=True)
+    high = np.where(of == NONE, _LEAST, of).max(tuple(axes), keepdims=True)
+    return _one_of(low, high)
+
+
+def _one_of(low, high):
+    return np.where(low > high, NONE, np.where(low == high, low, SEVERAL))
+
+
+def _along(of, axis):
+    return of.shape[axis] > 1
+
+
+def _put(of, to, ndim):  # axes to other places; those that have none have one number
+    kept = sorted(to, key=to.__getitem__)
+    moved = of.transpose(*kept, *(a for a in range(of.ndim) if a not in to))
+    return moved.reshape(
+        [of.shape[next(a for a in kept if to[a] == n)] if n in to.values() else 1 for n in range(ndim)]
+    )
 
 
 class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` holds constant
@@ -73,7 +137,7 @@ def _unsure(fact):  # of what may be something else
 
 
 def _shifted(by):
-    """What a fact is with so many axes more, or fewer, before the others; None if the fact is of the axis that goes."""
+    """What a fact is with one axis more, or less, before the others; None if the axis that goes has several entries."""
 
     def shifted(fact):
         if isinstance(fact, Indices):
@@ -82,8 +146,9 @@ def _shifted(by):
             return _constant(shifted(fact.fact))
         if isinstance(fact, Placed):
             return Placed(shifted(fact.fact))
-        axis = getattr(fact, "axis", None)
-        return fact if axis is None else fact._replace(axis=axis + by) if axis + by >= 0 else None
+        if not isinstance(fact, Entries) or (by < 0 and _along(fact.of, 0)):
+            return None
+        return Entries(fact.of[0] if by < 0 else fact.of[None])
 
     return shifted
 
@@ -94,180 +159,249 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
     A mark counts if its label, a number of axes, is above the axis. What follows on `lax.stop_gradient` counts where it
     says which entries are read; comparisons and integers count, since a score differentiates what they decide.
     """
-    found = False
+    found, steps = False, {}
 
     def transfer(eqn, facts):
         nonlocal found
         name, params, shapes = eqn.primitive.name, eqn.params, [v.aval.shape for v in eqn.invars]
-        if (inside := nested(eqn)) is not None:
-            return over_entries(inside, facts, shapes) if inside.kind == "scan" else None
-        if name in ("split", "unstack") and (pieces := _pieces(eqn, facts[0])):
-            return pieces
         moving = [fact.fact if isinstance(fact, Columns | Placed) else fact for fact in facts]
-        moving = [None if isinstance(fact, Constant | Indices) else fact for fact in moving]
+        moving = [fact if isinstance(fact, Entries) else None for fact in moving]
+        if (inside := nested(eqn)) is not None:
+            if inside.kind == "cond" and moving[0] is not None:
+                return decided(eqn, moving[0], [walk(branch, facts[1:]) for branch in inside.jaxprs])
+            return over_entries(inside, facts) if inside.kind == "scan" else None
+        if name == "custom_linear_solve":
+            counts, solve = params["const_lengths"], opened(params["jaxprs"].solve)
+            first = counts.matvec + counts.vecmat
+            return walk(solve, [*facts[first : first + counts.solve], *facts[sum(counts) :]])
         constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
         if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
-            each = Entries(axis, 0, shapes[0][axis])
-            found |= moving[0] not in (None, each)
+            each = _each(axis, shapes[0][axis], len(shapes[0]))
+            found |= moving[0] is not None and bool(((moving[0].of != NONE) & (moving[0].of != each.of)).any())
             if params["kind"] is start:
                 return [each]
         if name == "stop_gradient":
             return [fact if moving[0] is None else Constant(fact) for fact in facts]
-        made, wholes = _made(eqn, moving), [*map(_whole, moving, shapes)]
+        made = _made(eqn, moving, facts)
         if name == "concatenate":
-            made = _columns(eqn, facts, made)
-        elif name in ("gather", "dynamic_slice") and made is None and wholes[0] is not None:
-            made = _at(_read(eqn, wholes[0], facts[1:]), moving)
-        elif name.startswith("scatter") and MIXED not in moving and any(fact is not None for fact in wholes):
-            made = _at(_written(eqn, wholes, facts[1]), moving)
-        if made is None and name in _WRITES and wholes[0] is not None:  # what is written may be in its own place
-            made = moving[0]
-        made = made or _constant(_made(eqn, constant))
-        if made is None and (places := _indices(eqn, facts)):
+            made = [_columns(eqn, facts, made[0])]
+        if not any(made):
+            made = [*map(_constant, _made(eqn, [c if isinstance(c, Entries) else None for c in constant], facts))]
+        if not any(made) and (places := _indices(eqn, facts)):
             return places
-        return [Placed(made) if _is_placed(eqn, facts, made) else made] * len(eqn.outvars)
+        return [Placed(fact) if _is_placed(eqn, facts, fact) else fact for fact in made]
 
-    def over_entries(scan, facts, shapes):  # if each step has an entry; what it hands on depends on those before, too
+    def decided(eqn, by, branches):  # what a branch returns depends on the entries that chose it; a key says nothing
+        made = [functools.reduce(join, facts) for facts in zip(*branches, strict=True)]
+        of = [
+            _array(f if isinstance(f, Entries) else None, v.aval.shape) for f, v in zip(made, eqn.outvars, strict=True)
+        ]
+        is_key = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars]
+        return [f if key else Entries(_both(of, by.of)) for f, key, of in zip(made, is_key, of, strict=True)]
+
+    def over_entries(scan, facts):  # if steps have entries; what a step hands on depends on those before, too
         (same, carried, _), (body,) = scan.counts, scan.jaxprs
-        first, arrays, of = facts[: same + carried], facts[same + carried :], shapes[same + carried :]
-        over, own = [_whole(*each) == 0 for each in zip(arrays, of, strict=True)], Entries(None, id(body), 0)
+        first, arrays = facts[: same + carried], facts[same + carried :]
+        over = [isinstance(f, Entries) and f.of.shape[0] == f.of.size > 1 for f in arrays]
         if not any(over):
             return None
+        # For each order of entries along the steps, a number that stands for the step's.
+        own = [
+            steps.setdefault((id(body), f), SEVERAL - 1 - len(steps)) if o else None
+            for f, o in zip(arrays, over, strict=True)
+        ]
+        orders = {number: f.of.ravel() for number, f in zip(own, arrays, strict=True) if number is not None}
+
+        def with_orders(fact, orders):
+            of = fact.of if isinstance(fact, Entries) else np.int32(NONE)
+            for number, order in orders.items():
+                of = np.where(of == number, order.reshape(-1, *[1] * (of.ndim - 1)), of)
+            return Entries(of) if isinstance(fact, Entries) else fact
 
         def step(facts):
             made = walk(body, facts)
-            return [*(MIXED if fact == own else fact for fact in made[:carried]), *made[carried:]]
+            of_several = dict.fromkeys(orders, np.array(SEVERAL))
+            return [*(with_orders(fact, of_several) for fact in made[:carried]), *made[carried:]]
 
-        arrays = [own if here else _shifted(-1)(fact) for fact, here in zip(arrays, over, strict=True)]
-        made = steady(step, [*first, *arrays], same, carried, join)[1]
-        each = Entries(0, 0, scan.length)
-        return [*made[:carried], *(each if fact == own else _shifted(1)(fact) for fact in made[carried:])]
+        entry = lambda f, number: _shifted(-1)(f) if number is None else Entries(np.full(f.of.shape[1:], number))
+        made = steady(step, [*first, *map(entry, arrays, own)], same, carried, join)[1]
+        return [*made[:carried], *(with_orders(_shifted(1)(fact), orders) for fact in made[carried:])]
 
     def walk(program, facts):
         return flow(program, facts, transfer, join, _of_constant, _shifted(-1), _shifted(1))
 
-    # What a loop hands on or a branch returns is mixed if it may be.
-    order = {type(None): 0, Indices: 0.5, str: 5}
-    everywhere = lambda f: isinstance(f, Entries) and f.axis is None
-    rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(type(f), 3) + everywhere(f)
-    join = lambda a, b: a if a is b else max(_unsure(a), _unsure(b), key=rank)
+    def join(a, b):  # what a loop hands on or a branch returns is mixed if it may be
+        a, b = (a, b) if a is b else (_unsure(a), _unsure(b))
+        if isinstance(a, Entries) and isinstance(b, Entries):
+            return Entries(_both(a.of, b.of))
+        if isinstance(a, Constant) and isinstance(b, Constant):
+            return Constant(join(a.fact, b.fact))
+        return a if a is b else max(a, b, key=rank)
+
+    order = {type(None): 0, Indices: 0.5}
+    rank = lambda f: rank(f.fact) - 2 if isinstance(f, Constant) else order.get(type(f), 3)
     walk(program, [None] * len(program.jaxpr.invars))
     return found
 
 
-_WRITES = {"dynamic_update_slice", *(name for name in kinds.COMBINE if name.startswith("scatter"))}
 # These put an entry of one operand together with an entry of another one.
 _BY_PLACE = kinds.ELEMENTWISE | kinds.PRODUCT | BY_ELEMENT
-# Each number of an output of these depends on numbers of the input, whichever they are.
-_OF_EVERY_ENTRY = _BY_PLACE | REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW
-_OF_EVERY_ENTRY |= {"dynamic_slice", "fft", "gather", "pad", "slice", "tile", "unstack", *OF_MATRICES}
-_OF_EVERY_ENTRY |= ALONG.keys() - {"concatenate"}
+_WRITES = {"dynamic_update_slice", *(name for name in kinds.COMBINE if name.startswith("scatter"))}
 
 
-def _whole(fact, shape):  # the axis that has all entries
-    kept = isinstance(fact, Entries) and fact.axis is not None and shape[fact.axis] == fact.of
-    return fact.axis if kept else None
+# The facts of what an equation makes, by those of its operands that are `Entries`; `facts` say which places.
+def _made(eqn, given, facts) -> list[Any]:
+    name, outs = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
+    if not any(given) or name == "any_mapped":
+        return [None] * len(outs)
+    if all(fact is not None and (fact.of == SEVERAL).all() for fact in given):
+        return [*map(_several, outs)]
+    if name in ("concatenate", "stack"):
+        return [_of(_in_a_row(eqn, given))]
+    if name in kinds.SAME_VALUE:
+        return given[: len(outs)]
+    if name == "gather":
+        return [_of(_read(eqn, given, facts))]
+    if name == "dynamic_slice":
+        return [_of(_sliced(eqn, given, facts[1:]))]
+    if name in _WRITES:
+        if any(fact is not None and (fact.of == SEVERAL).all() for fact in given):
+            return [*map(_several, outs)]
+        write = _updated if name == "dynamic_update_slice" else _scattered
+        made = write(eqn, given, facts)  # what is written may be in its own place
+        return [given[0] if made is None else _of(made)]
+    moved = [_moved(eqn, n, fact.of) for n, fact in enumerate(given) if fact is not None]
+    known = [each for each in moved if each is not None]
+    return [_of(functools.reduce(_both, each)) for each in zip(*known, strict=True)] if known else [None] * len(outs)
 
 
-def _at(axis, facts):
-    fact = next(fact for fact in facts if fact is not None)
-    return axis if axis in (None, MIXED) else fact._replace(axis=axis)
+# For each output the numbers of entries that come from one operand; None where that is not known.
+def _moved(eqn, number, of) -> list[Any] | None:
+    name, params, outs = eqn.primitive.name, Parameters(eqn), [v.aval.shape for v in eqn.outvars]
+    before, after = eqn.invars[number].aval.shape, outs[0] if outs else ()
+    if name == "split":
+        starts = np.cumsum([0, *params["sizes"]])
+        return [_cut(of, params["axis"], *pair) for pair in itertools.pairwise(starts)]
+    if name == "unstack":
+        return [_cut(of, params["axis"], n, n + 1).squeeze(params["axis"]) for n in range(len(outs))]
+    if name in OF_MATRICES - {"custom_linear_solve", "triangular_solve"}:
+        rank = 1 if name == "lu_pivots_to_permutation" or (name, number) == ("householder_product", 1) else 2
+        whole = _over(of, range(of.ndim - rank, of.ndim))
+        return [whole.reshape(*of.shape[: of.ndim - rank], *[1] * (len(out) - of.ndim + rank)) for out in outs]
+    made = _single(name, params, number, of, before, after, eqn)
+    return None if made is None else [made] * len(outs)
 
 
-def _made(eqn, facts):
-    name, found = eqn.primitive.name, {fact for fact in facts if fact is not None}
-    if not found or name == "any_mapped":
-        return None
-    joined = _joined(eqn, facts) if name in ("concatenate", "stack") else None
-    if MIXED in found:
-        return MIXED if name in _OF_EVERY_ENTRY | _WRITES or found == {*facts} or joined is not None else None
-    if joined is not None:
-        return joined
-    moved = {_moved(eqn, n, fact) for n, fact in enumerate(facts) if fact is not None}
-    if len(moved) == 1:
-        return moved.pop()
-    return MIXED if MIXED in moved or (name in _BY_PLACE and None not in moved) else None
-
-
-def _moved(eqn, number, fact):
-    name, params, axis = eqn.primitive.name, Parameters(eqn), fact.axis
-    if axis is None:
-        return fact if name in _OF_EVERY_ENTRY else None
-    before, after = eqn.invars[number].aval.shape, eqn.outvars[0].aval.shape if eqn.outvars else ()
-    one = before[axis] == 1
-    if name == "slice" and before[axis] != after[axis]:
-        in_a_row = before[axis] <= fact.of and (params["strides"] is None or params["strides"][axis] == 1)
-        return fact._replace(start=fact.start + params["start_indices"][axis]) if in_a_row else None
-    if name == "pad" and after[axis] == fact.of:
-        return fact._replace(start=0) if params["padding_config"][axis][0] == fact.start else MIXED
-    if before[axis] > fact.of and name.startswith(("conv", "reduce_window")):  # a window may be in one entry
-        return None
-    if _is_of_others(eqn, number, axis):
-        return MIXED if not one else fact._replace(axis=None) if name in REDUCTIONS else None
-    if one and (name == "reshape" or (name == "squeeze" and axis in params["dimensions"])):
-        return fact._replace(axis=None)
-    if name == "reshape":
-        return _reshaped(fact, before, after)
-    to = moved_axis(eqn, number, axis)
-    return None if to is None else fact._replace(axis=None if one and after[to] != 1 else to)
-
-
-# Whether an equation makes its numbers of all or of other entries along the axis of an operand.
-def _is_of_others(eqn, number, axis) -> bool:
-    name, params = eqn.primitive.name, Parameters(eqn)
-    if name == "dot_general":
-        return axis in params["dimension_numbers"][0][number]
+def _single(name, params, number, of, before, after, eqn):
+    if name in kinds.ELEMENTWISE or name in BY_ELEMENT:
+        return of
+    if name == "broadcast_in_dim":
+        return _put(of, dict(enumerate(params["broadcast_dimensions"])), len(after))
+    if name == "transpose":
+        return of.transpose(params["permutation"])
+    if name == "reshape" and params["dimensions"] is None:
+        return _reshaped(of, before, after)
+    if name == "squeeze":
+        return of.squeeze(tuple(params["dimensions"]))
+    if name == "slice":
+        strides = params["strides"] or [1] * of.ndim
+        cut = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+        return of[tuple(slice(*c) if n > 1 else slice(None) for c, n in zip(cut, of.shape, strict=True))]
+    if name == "rev":
+        return np.flip(of, params["dimensions"])
+    if name == "tile":
+        return np.tile(of, [reps if n > 1 else 1 for reps, n in zip(params["reps"], of.shape, strict=True)])
+    if name == "pad":
+        for axis, config in enumerate(params["padding_config"]):
+            of = of if config == (0, 0, 0) or (of.shape[axis] == 1 < before[axis]) else _padded(of, axis, *config)
+        return of
     if name in REDUCTIONS:
-        return axis in params["axes"]
-    if name == "fft" or (name in OF_MATRICES and len(eqn.invars) == 1):
-        return moved_axis(eqn, number, axis) is None
+        gone = tuple(a for a in params["axes"] if not isinstance(a, str))
+        return _over(of, gone).squeeze(gone)
+    if name in ("sort", "top_k") or name.startswith("cum"):
+        return _over(of, np.ravel(params[ALONG[name]]).tolist())
+    if name == "fft":
+        return _over(of, range(of.ndim - len(params["fft_lengths"]), of.ndim))
+    if name == "triangular_solve":
+        rows, columns = of.ndim - 2, of.ndim - 1
+        return _over(of, (rows, columns) if number == 0 else (rows,) if params["left_side"] else (columns,))
     if name.startswith("reduce_window"):
-        return params["window_dimensions"][axis] > 1
-    if name == "conv_general_dilated" and number == 0:
-        how, groups = params["dimension_numbers"], params["feature_group_count"]
-        place = how.lhs_spec.index(axis)  # that of the examples, of the features, or one along the kernel
-        return groups == 1 if place == 1 else place > 1 and eqn.invars[1].aval.shape[how.rhs_spec[place]] > 1
-    return (name in ("rev", "sort", "top_k") or name.startswith("cum")) and axis in np.ravel(params[ALONG[name]])
-
-
-def _reshaped(fact, before, after):
-    many, ahead = min(before[fact.axis], fact.of), math.prod(before[: fact.axis]) * fact.before
-    for axis, size in enumerate(after):
-        within, rest = divmod(ahead, math.prod(after[:axis]) or 1)
-        if not rest and size and not size % (within * many):
-            return fact._replace(axis=axis, before=within) if many in (size, fact.of) else None
+        keys = "window_dimensions", "window_strides", "window_dilation", "base_dilation", "padding"
+        return _by_windows(of, range(of.ndim), zip(*(params[key] for key in keys), strict=True))
+    if name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        free = [a for a in range(of.ndim) if a not in (*contracted[number], *batch[number])]
+        ahead = len(batch[0]) if number == 0 else len(after) - len(free)
+        to = {a: n for n, a in enumerate(batch[number])} | {a: ahead + n for n, a in enumerate(free)}
+        return _put(_over(of, contracted[number]), to, len(after))
+    if name == "conv_general_dilated" and params["batch_group_count"] == 1:
+        how, one_group = params["dimension_numbers"], params["feature_group_count"] == 1
+        spec, out = (how.lhs_spec, how.rhs_spec)[number], how.out_spec
+        if number == 1:  # a kernel, (features made, features, *places)
+            return _put(_over(of, spec[1:]), {spec[0]: out[1]}, len(after)) if one_group else None
+        if not one_group and _along(of, spec[1]):
+            return None
+        size = [eqn.invars[1].aval.shape[a] for a in how.rhs_spec[2:]]
+        keys = "window_strides", "rhs_dilation", "lhs_dilation", "padding"
+        of = _by_windows(_over(of, spec[1:2]), spec[2:], zip(size, *(params[key] for key in keys), strict=True))
+        return None if of is None else _put(of, dict(zip(spec, out, strict=True)), len(after))
     return None
 
 
-def _pieces(eqn, fact):  # the facts of what the axis is cut into that is the fact; none where another one is cut
-    if isinstance(fact, Constant):
-        return [Constant(piece) for piece in _pieces(eqn, fact.fact)]
-    params, shape = eqn.params, eqn.invars[0].aval.shape
-    if not isinstance(fact, Entries) or fact.axis != params["axis"] or shape[fact.axis] > fact.of:
-        return []
-    sizes = params.get("sizes", [1] * len(eqn.outvars))
-    starts = np.cumsum([fact.start, *sizes[:-1]]).tolist()
-    return [fact._replace(axis=fact.axis if "sizes" in params else None, start=start) for start in starts]
+def _cut(of, axis, first, last):
+    return of[(slice(None),) * axis + (slice(first, last),)] if _along(of, axis) else of
 
 
-# The fact of operands that are joined along an axis, or stacked along a new one; None if they are not in a row.
-def _joined(eqn, facts):
-    stack = eqn.primitive.name == "stack"
-    new = Parameters(eqn)["axis" if stack else "dimension"]
-    sizes = [1 if stack else v.aval.shape[new] for v in eqn.invars]
-    starts = np.cumsum([0, *sizes[:-1]]).tolist()
-    given = [(f, n, start) for f, n, start in zip(facts, sizes, starts, strict=True) if f not in (None, MIXED) and n]
-    if not all(f.axis in (None, None if stack else new) and f.of == sum(sizes) for f, _, _ in given):
+def _padded(of, axis, low, high, between=0):
+    size = of.shape[axis]
+    to = low + np.arange(size) * (between + 1)
+    length = low + high + size + between * max(size - 1, 0)
+    made, inside = np.full((*of.shape[:axis], length, *of.shape[axis + 1 :]), NONE, np.int32), (to >= 0) & (to < length)
+    made[(slice(None),) * axis + (to[inside],)] = np.compress(inside, of, axis)
+    return made
+
+
+def _by_windows(of, axes, windows):
+    for axis, (size, stride, apart, base, (low, high)) in zip(axes, windows, strict=True):
+        if not _along(of, axis):
+            continue
+        if base != 1:
+            return None
+        of = _padded(of, axis, low, high)
+        starts = np.arange(0, of.shape[axis] - (size - 1) * apart, stride)
+        ahead = (slice(None),) * axis
+        of = _over(of[(*ahead, starts[:, None] + apart * np.arange(size))], [axis + 1]).squeeze(axis + 1)
+    return of
+
+
+def _reshaped(of, before, after):
+    same = lambda a, b: next((n for n, (i, j) in enumerate(zip(a, b, strict=False)) if i != j), min(len(a), len(b)))
+    first = same(before, after)
+    last = same(before[first:][::-1], after[first:][::-1])
+    lead, within, rest = of.shape[:first], of.shape[first : of.ndim - last], of.shape[of.ndim - last :]
+    inner, outer = before[first : of.ndim - last], after[first : len(after) - last]
+    if all(n == 1 for n in within):
+        return of.reshape(*lead, *[1] * len(outer), *rest)
+    if math.prod((*lead, *inner, *rest)) > MOST:
         return None
-    in_place = all(f.start == start and (f.axis is not None or n == 1) for f, n, start in given)
-    parts = {f for f, _, _ in given}
-    if len(parts) == 1 and (fact := parts.pop()).axis is None:  # numbers of one entry, on an axis that is as long
-        return None if in_place else fact
-    return Entries(new, 0, sum(sizes)) if in_place else MIXED
+    return np.broadcast_to(of, (*lead, *inner, *rest)).reshape(*lead, *outer, *rest)
+
+
+def _in_a_row(eqn, given):  # of operands that are joined along an axis, or stacked along a new one
+    params, stack = Parameters(eqn), eqn.primitive.name == "stack"
+    axis, after = params["axis" if stack else "dimension"], eqn.outvars[0].aval.shape
+    sizes = [1 if stack else v.aval.shape[axis] for v in eqn.invars]
+    of = [np.expand_dims(f.of, axis) if stack and f is not None else _array(f, after) for f in given]
+    shape = np.broadcast_shapes(*((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in of))
+    if math.prod(shape) * sum(sizes) > MOST:
+        return None
+    full = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+    return np.concatenate([np.broadcast_to(x, to) for x, to in zip(of, full, strict=True)], axis)
 
 
 def _is_mixed(fact):
-    return MIXED in (fact, getattr(fact, "fact", None))
+    fact = getattr(fact, "fact", fact)
+    return isinstance(fact, Entries) and bool((fact.of == SEVERAL).any())
 
 
 def _columns(eqn, facts, whole):  # of indices for several axes, as in `x[i, 1]`; `whole` of what are no indices
@@ -296,19 +430,102 @@ def _is_apart(place, axis):  # whether no index along the axis is there twice
     return np.all(np.diff(values, axis=axis) != 0)
 
 
-def _read(eqn, axis, indices):  # the fact of what is read along an axis; None where it is not known, as at one index
-    if eqn.primitive.name == "dynamic_slice":
-        return MIXED if _is_mixed(indices[axis]) else None
-    how, size, indexed = Parameters(eqn)["dimension_numbers"], eqn.invars[0].aval.shape[axis], eqn.invars[1].aval.shape
-    if axis not in how.start_index_map:
+def _read(eqn, given, facts):  # what is gathered: of the entries that say where, and of those that are there
+    how, sizes = Parameters(eqn)["dimension_numbers"], Parameters(eqn)["slice_sizes"]
+    (operand, places), after = [v.aval.shape for v in eqn.invars], eqn.outvars[0].aval.shape
+    apart, made = [a for a in range(len(after)) if a not in how.offset_dims], np.full((1,) * len(after), NONE)
+    if given[1] is not None:
+        of = _over(given[1].of, [len(places) - 1])
+        made = _put(of, dict(enumerate(apart)), len(after))
+    if given[0] is None:
+        return made
+    of = given[0].of
+    window = [a for a in range(len(operand)) if a not in (*how.collapsed_slice_dims, *how.operand_batching_dims)]
+    to = dict(zip(window, how.offset_dims, strict=True))
+    for a, n in zip(how.operand_batching_dims, how.start_indices_batching_dims, strict=True):
+        to[a] = apart[n]
+    cut = [n for n, a in enumerate(how.start_index_map) if _along(of, a) and sizes[a] < operand[a]]
+    if not cut:
+        return _both(made, _put(of, to, len(after)))
+    columns, axes = [_index(facts[1], n) for n in cut], [how.start_index_map[n] for n in cut]
+    if len(cut) == 1 and _is_known(columns[0]) and sizes[axes[0]] == 1:
+        (axis,), values = axes, np.clip(np.asarray(columns[0].values)[..., 0], 0, operand[axes[0]] - 1)
+        if math.prod(a := (*values.shape, *of.shape)) // a[values.ndim + axis] > MOST:
+            return made
+        of, ahead = np.moveaxis(of, axis, 0)[values], values.ndim
+        rest = {n + ahead: to[a] for n, a in enumerate(a for a in range(len(operand)) if a != axis) if a in to}
+        return made if how.operand_batching_dims else _both(made, _put(of, dict(enumerate(apart)) | rest, len(after)))
+    for axis, place in zip(axes, columns, strict=True):
+        if place is ANY_INDICES or isinstance(place, Placed) or _is_known(place):
+            continue
+        # Fewer indices may be those of a part that stays by itself.
+        if _is_mixed(place) or operand[axis] in places[:-1]:
+            return _several(after).of
+    return made
+
+
+def _sliced(eqn, given, indices):  # `dynamic_slice`
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    made = functools.reduce(_both, (fact.of for fact in given[1:] if fact is not None), np.full((), NONE))
+    of = None if given[0] is None else given[0].of
+    for axis, place in enumerate(indices):
+        if of is not None and _along(of, axis) and after[axis] < before[axis]:
+            if _is_mixed(place):
+                return _several(after).of
+            start = np.clip(int(place.values), 0, before[axis] - after[axis]) if _is_known(place) else None
+            of = None if start is None else _cut(of, axis, start, start + after[axis])
+    return np.broadcast_to(made, (1,) * len(after)) if of is None else _both(of, made)
+
+
+def _updated(eqn, given, facts):  # `dynamic_update_slice`; None where it is not known which part is written
+    shape, part = [v.aval.shape for v in eqn.invars[:2]]
+    of, new = _array(given[0], shape), _array(given[1], part)
+    partial = [a for a, n in enumerate(shape) if part[a] < n]
+    if not all(_is_known(facts[2 + a]) for a in partial):
         return None
-    place = _index(indices[0], how.start_index_map.index(axis))
-    if place is ANY_INDICES or isinstance(place, Placed) or (_is_known(place) and np.ptp(place.values) == 0):
+    full = [n if a in partial else max(of.shape[a], new.shape[a]) for a, n in enumerate(shape)]
+    if math.prod(full) > MOST:
         return None
-    if (own := _own_axis(place, size)) is not None:
-        return moved_axis(eqn, 1, own)
-    # Fewer indices may be those of a part that stays by itself.
-    return MIXED if _is_mixed(place) or size in indexed[:-1] else None
+    starts = {a: int(np.clip(int(facts[2 + a].values), 0, shape[a] - part[a])) for a in partial}
+    made = np.broadcast_to(of, full).copy()
+    made[tuple(slice(starts[a], starts[a] + part[a]) if a in starts else slice(None) for a in range(len(shape)))] = new
+    return made
+
+
+def _scattered(eqn, given, facts):  # `scatter` and its like
+    shapes = [v.aval.shape for v in eqn.invars]
+    whole = [None if fact is None else _whole(fact.of, shape) for fact, shape in zip(given, shapes, strict=True)]
+    axis, sure = (
+        _written(eqn, whole, facts[1]),
+        all(f is None or w is not None for f, w in zip(given, whole, strict=True)),
+    )
+    places = Parameters(eqn)["dimension_numbers"]
+    if not _is_known(facts[1]) or max(map(math.prod, shapes)) > MOST or (sure and axis not in (None, SEVERAL)):
+        each = (
+            _several(shapes[0])
+            if axis == SEVERAL
+            else axis
+            if axis is None
+            else _each(axis, shapes[0][axis], len(shapes[0]))
+        )
+        return None if each is None else each.of
+    replaces, of, new = eqn.primitive.name == "scatter", _array(given[0], shapes[0]), _array(given[2], shapes[2])
+
+    def extreme(scatter, start):
+        values = np.broadcast_to(new if replaces else np.where(new == NONE, start, new), shapes[2])
+        with jax.ensure_compile_time_eval():
+            first, values = jnp.full(shapes[0], start, jnp.int32), jnp.asarray(values, jnp.int32)
+            return np.asarray(scatter(first, facts[1].values, values, places, mode=eqn.params["mode"]))
+
+    low, high = extreme(lax.scatter_min, _LARGEST), extreme(lax.scatter_max, _LEAST)
+    written = _one_of(low, high)
+    return np.where(low > high, of, written) if replaces else _both(of, written)
+
+
+def _whole(of, shape):  # the axis that has all entries, each in its place
+    axis = int(np.argmax(of.shape)) if of.ndim else 0
+    whole = of.ndim and of.size == of.shape[axis] == shape[axis] > 1 and (of.ravel() == np.arange(of.size)).all()
+    return axis if whole else None
 
 
 def _written(eqn, facts, indices):  # the fact of an array into which updates are written
@@ -326,7 +543,7 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
             return own[0]
         single = any(isinstance(c, Placed) or (_is_known(c) and _is_apart(c, axis)) for c in columns)
         roomy = single and math.prod(operand.shape[a] for a in dims) > size
-        return None if own or ANY_INDICES in columns or roomy else MIXED
+        return None if own or ANY_INDICES in columns or roomy else SEVERAL
 
     found = {facts[0], None if facts[1] is None else to(facts[1])}
     if facts[2] in apart:
@@ -335,7 +552,7 @@ def _written(eqn, facts, indices):  # the fact of an array into which updates ar
         axis = window[how.update_window_dims.index(facts[2])]
         found |= {axis} if operand.shape[axis] == updates.shape[facts[2]] else set()
     found -= {None}
-    return None if not found else found.pop() if len(found) == 1 else MIXED
+    return None if not found else found.pop() if len(found) == 1 else SEVERAL
 
 
 def _has_places(facts) -> bool:
@@ -366,7 +583,20 @@ def _indices(eqn, facts):  # the facts of what is made of places or of constants
     return [ANY_INDICES if whole and _is_integer(v.aval) else None for v in eqn.outvars]
 
 
-_CONSTANT = _OF_EVERY_ENTRY - {"pmax", "pmin", "psum"} | _WRITES | {"concatenate", "iota", "split", "stack"}
+_CONSTANT = (_BY_PLACE | REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW | _WRITES) - {"pmax", "pmin", "psum"}
+_CONSTANT |= {
+    "dynamic_slice",
+    "fft",
+    "gather",
+    "iota",
+    "pad",
+    "slice",
+    "stack",
+    "tile",
+    "unstack",
+    *ALONG,
+    *OF_MATRICES,
+}
 
 
 def _of_constant(value):
