@@ -542,6 +542,7 @@ OF_ONE_LANE |= {
         x[tuple(jnp.stack([jnp.arange(4), jnp.argmax(x, 1)]))]
         + jnp.zeros((4, 4)).at[tuple(jnp.stack([jnp.arange(4), jnp.argmax(x, 1)], 1).T)].set(x[:, 0]).sum(1)
         + x[tuple(jnp.indices((4, 4)))].sum(1)
+        + x[tuple(jax.lax.split(jnp.concatenate([jnp.arange(4), jnp.argmax(x, 1)]), (4, 4)))]
     ),
     "in windows of its own": lambda x: jax.lax.reduce_window(x.reshape(-1), 0.0, jax.lax.add, (4,), (4,), "VALID"),
     "each twice, and every other": lambda x: jnp.sin(jnp.repeat(x, 2, 0))[::2, 0] + jnp.tile(x, (2, 1))[4:, 1],

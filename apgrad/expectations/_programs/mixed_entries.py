@@ -187,8 +187,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             made = [_columns(eqn, facts, made[0])]
         if not any(made):
             made = [*map(_constant, _made(eqn, [c if isinstance(c, Entries) else None for c in constant], facts))]
-        if not any(made) and (places := _indices(eqn, facts)):
-            return places
+        if not all(made) and (places := _indices(eqn, facts)):
+            made = [fact or place for fact, place in zip(made, places, strict=True)]
         return [Placed(fact) if _is_placed(eqn, facts, fact) else fact for fact in made]
 
     def decided(eqn, by, branches):  # what a branch returns depends on the entries that chose it; a key says nothing
