@@ -160,151 +160,136 @@ def test_the_address_of_the_repository_stands_in_one_place():
     assert not wrong, f"not the address of pyproject.toml, {ADDRESS}"
 
 
-def measured_figures() -> dict[str, set[str]]:
-    """The measured figures of the README, of the wings' pages and of what is new, from the results they are made of."""
-    run = results
-    chaos, mnist = run("chaos-paper"), run("mplp_mnist-paper")
+def rows(run, **where):
+    """The rows of a run that have these values."""
+    return [r for r in results(run)["rows"] if where.items() <= r.items()]
+
+
+def one(run, column, **where):
+    return next(r[column] for r in rows(run, **where))
+
+
+def figures_of_results() -> dict[str, set[str]]:
+    """The measured figures of the README, of the wings' pages and of what is new, from the results they are made of.
+
+    And what is typed in the texts of *Results*, by the run or paper, since it compares rows.
+    """
+    ends = lambda values, form: f"{min(values):{form}} to {max(values):{form}} times"
+    percent = lambda run, names: [f"{results(run)[name]['mean']:.0f}" for name in names]
+    shares = lambda run, names: [f"{p} %" for p in percent(run, names)]
+
+    chaos = results("chaos-paper")
     value = lambda key: chaos[key]["value"]
     default, rest = value("variance_decoupled-CF_H50_beta3.5"), chaos["bias_decoupled-CF_H100_beta1.5"]
-    published, here, held = run("mplp_published-paper"), run("mplp_from_random-paper"), run("mplp_from_random-held_out")
-    noise, adaptive = run("rad_noise-paper"), run("total_propagation-by_state")["rows"]
-    rare = {r["method"]: r["median"] for r in adaptive if r["beta"] == 1.5}
-    last = max(r["layer"] for r in noise["rows"])
     median = statistics.median(v["value"] for k, v in chaos.items() if k.startswith("variance_ratio_decoupled-CF_H50_"))
-    percent = lambda results, names: [f"{results[name]['mean']:.0f}" for name in names]
-    trained = ("mnist, trained here", "mnist, trained here, step", "mnist, trained here, 784-100-10")
-    a, b, c = percent(held, trained)
+    rare = lambda method: one("total_propagation-by_state", "median", beta=1.5, method=method)
+    biases = [r["bias"] for r in rows("gaussian_shaping_swarm-paper", swarm="bounded force", method="GS-TP")
+              if r["cost"] != "quadratic"]  # fmt: skip
 
-    samples = [1 / r["against_smaller_batch"] for r in noise["rows"] if r["method"][:8] not in ("baseline", "rounding")
-               and (r["batch"], r["steps"]) == (150, 500) and r["layer"] < last]  # fmt: skip
-    both = [1 / r["against_smaller_batch"] for run_ in (noise, run("rad_noise-mlp")) for r in run_["rows"]
-            if r["method"].startswith("rounding") and r["batch"] == 150 and r["steps"]]  # fmt: skip
-    costs = run("benchmarks.tracing-paper")["rows"]
-    ratios = [r["ratio"] for r in costs if r["semiring"] not in ("top 3", "influence")]
-    whole = [r["ratio"] for r in costs if r["semiring"] == "influence"]
+    errors = results("gradient_errors-paper")
+    clipped = [errors[stage]["clipped at 10"]["mean"] for stage in ("after 0", "after 20")]
+    plain = rows("gradient_errors-paper", method="RP", stage=0)
+    zero = statistics.geometric_mean(r["squared_truth"] * r["ratio"] / r["error"] for r in plain)
+
+    noise = {run: rows(run, batch=150) for run in ("rad_noise-paper", "rad_noise-mlp")}
+    last = max(r["layer"] for r in noise["rad_noise-paper"])
+    kind, better = lambda r: r["method"].split()[0], lambda found: [1 / r["against_smaller_batch"] for r in found]
+    sampled = [r for r in noise["rad_noise-paper"] if kind(r) not in ("baseline", "rounding") and r["layer"] < last]
+    samples = ends(better(r for r in sampled if r["steps"] == 500), ".1f")
+    rounded = {run: [r for r in found if kind(r) == "rounding"] for run, found in noise.items()}
+    trained_on = [r for found in rounded.values() for r in found if r["steps"]]
+    few, all_of_them = (
+        one("rad_noise-paper", "squared_error", method=method, batch=batch, steps=500, layer=last)
+        for method, batch in (("different 0.1", 600), ("baseline", 150))
+    )
+
     ratio = lambda r: r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"]
     off = lambda found: max(abs(ratio(r) - 1) for r in found)
-    dense, rows = (run(f"rad_prediction-{which}")["rows"] for which in ("paper", "small"))
-    convnets = run("rad_prediction-convnets")["rows"]
-    windows, behind = ([r for r in convnets if ("conv" in r["layer"]) == which] for which in (True, False))
-    last_dense, rows = ([r for r in rows if ("dense" in r["layer"]) == which] for which in (True, False))
-    paths, errors = run("rad_paths-paper"), run("gradient_errors-paper")
-    clipped = [errors[stage]["clipped at 10"]["mean"] for stage in ("after 0", "after 20")]
-    plain = [r for r in errors["rows"] if (r["method"], r["stage"]) == ("RP", 0)]
-    zero = statistics.geometric_mean(r["squared_truth"] * r["ratio"] / r["error"] for r in plain)
-    deepest = {r["draw"]: r["relative_variance"] for r in paths["rows"]
-               if (r["graph"], r["depth"], r["samples"]) == ("interleaved", 16, 1)}  # fmt: skip
+    of_layer = lambda found, part: [[r for r in found if (part in r["layer"]) == which] for which in (True, False)]
+    dense, convnets = rows("rad_prediction-paper"), rows("rad_prediction-convnets")
+    last_dense, other = of_layer(rows("rad_prediction-small"), "dense")
+    stratified = max(ratio(r) - 1 for r in convnets if (r["steps"], r["sampler"]) == (300, "stratified 0.1"))
+    losses = [one("rad_training-mlp", "train_loss", method=method) for method in ("reduced", "different")]
+    ways = ("jax.checkpoint", "plan, quarter")
+    compiled = [one("benchmarks.accelerator-paper", "MB_compiled", method=method) for method in ways]
+
+    paths, costs = results("rad_paths-paper"), rows("benchmarks.tracing-paper")
+    ratios = [r["ratio"] for r in costs if r["semiring"] not in ("top 3", "influence")]
+    influence = [r["ratio"] for r in costs if r["semiring"] == "influence"]
+    deep = rows("rad_paths-paper", graph="interleaved", depth=16, samples=1)
+    noise_of = {r["draw"]: r["relative_variance"] for r in deep}
+
+    trained = ("mnist, trained here", "mnist, trained here, step", "mnist, trained here, 784-100-10")
+    here, held = (shares(f"mplp_from_random-{which}", trained) for which in ("paper", "held_out"))
+    a, b, c = percent("mplp_from_random-held_out", trained)
+    seeds = [[r["accuracy"] for r in rows("mplp_objective-random", objective=o)] for o in ("published", "held-out")]
+    apart = f"{max(max(each) - min(each) for each in seeds):.0f} points"
+    behind = min(r["ahead of best"] for r in rows("mplp_settings-paper", rule="images, surrogate", steps=100))
+    part = lambda column, **where: one("mplp_ablation-paper", column, updates=20, **where)
+    before, after = (part("accuracy", rule="whole", training=when) for when in ("before", "after"))
+    accuracy = [one("ways_back-convnet", "test_accuracy", rule=r) for r in ("feedback_alignment", "last_layer")]
     return {
         "README.md": {
             f"{value('variance_ratio_decoupled-CF_H50_beta2.5'):.0f} times",
             f"{default / value('variance_LR_H50_beta3.5'):.1f} times",
             f"{default / value('variance_TP_H50_beta3.5'):.1f} times",
             f"{-100 * rest['value'] / rest['exact_gradient']:.1f} %",
-            *(f"{rare[method] / rare['RP']:.0f} times" for method in ("adaptive", "by state")),
+            *(f"{rare(method) / rare('RP'):.0f} times" for method in ("adaptive", "by state")),
             f"{median:.1f} times",
-            *(f"{mnist[f'784-100-10, {method}']['mean']:.0f} %" for method in ("MPLP", "Muon", "Adam")),
+            *shares("mplp_mnist-paper", [f"784-100-10, {method}" for method in ("MPLP", "Muon", "Adam")]),
         },
-        "docs/wings/expectations.md": {
-            *(f"{1 / error:.0f} times" for error in [*clipped, zero]),
-            f"{zero / clipped[0]:.1f} times",
-        },
-        "docs/wings/memory.md": {
-            f"{min(samples):.1f} to {max(samples):.1f} times",
-            f"{min(both):.0f} to {max(both):.0f} times",
-        },
+        "docs/wings/expectations.md": {f"{1 / error:.0f} times" for error in [*clipped, zero]}
+        | {f"{zero / clipped[0]:.1f} times"},
+        "docs/wings/memory.md": {samples, ends(better(trained_on), ".0f")},
         "docs/wings/mplp.md": {
-            *(f"{p} %" for p in percent(here, trained)),
-            *(f"{p} %" for p in percent(published, ("mnist, Adam", "mnist, MPLP, 784-100-10"))),
+            *here,
+            *shares("mplp_published-paper", ("mnist, Adam", "mnist, MPLP, 784-100-10")),
             f"{a}, {b} and {c} %",
         },
-        "docs/wings/tracing.md": {f"{min(r):.0f} to {max(r):.0f} times" for r in (ratios, whole)},
+        "docs/wings/tracing.md": {ends(each, ".0f") for each in (ratios, influence)},
         "docs/new/noise.md": {
-            *(f"{100 * off(r):.1f} %" for r in (dense, rows, last_dense, windows, behind)),
+            *(f"{100 * off(r):.1f} %" for r in (dense, last_dense, other, *of_layer(convnets, "conv"))),
             f"{100 * max(r['predicted_over_measured'] - 1 for r in convnets):.0f} %",
         },
         "docs/new/objective.md": {
             f"{PUBLISHED['mnist']:.0f} %",
-            *(f"{p} %" for p in [*percent(here, trained), *percent(held, trained)]),
-            *(f"{p} %" for p in percent(run("mplp_objective-small"), ["at the start"])),
-            *(f"{row['accuracy']:.0f} %" for row in run("mplp_objective-random")["rows"]),
+            *here,
+            *held,
+            *shares("mplp_objective-small", ["at the start"]),
+            *(f"{r['accuracy']:.0f} %" for r in rows("mplp_objective-random")),
         },
         "docs/new/paths.md": {
             *("{:.1f} to {:.1f} times".format(*growth(paths, g, draw)) for g in INTERLEAVED for draw in DRAWS),
-            f"{deepest['uniform'] / deepest['by messages']:.0f} times",
+            f"{noise_of['uniform'] / noise_of['by messages']:.0f} times",
         },
-    }
-
-
-@pytest.mark.quick
-def test_measured_figures_of_readme_and_wings_are_the_results():
-    """Each "N times" and "N %" of these pages stands in the list, beside what it is made of, and nothing else does."""
-    known, figure = measured_figures(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%)"
-    for path in [ROOT / "README.md", *(DOCS / "wings").glob("*.md"), *(DOCS / "new").glob("*.md")]:
-        prose = " ".join(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).split())
-        assert set(re.findall(figure, prose)) == known.get(str(path.relative_to(ROOT)), set()), path.name
-
-
-def ratios_of_results() -> dict[str, set[str]]:
-    """What is typed in the texts of *Results*, by the run or paper, since it compares rows."""
-    rows = lambda run, **where: [r for r in results(run)["rows"] if where.items() <= r.items()]
-    one = lambda run, column, **where: next(r[column] for r in rows(run, **where))
-    noise = {run: rows(run, batch=150) for run in ("rad_noise-paper", "rad_noise-mlp")}
-    better = {
-        run: [1 / r["against_smaller_batch"] for r in found if r["method"].startswith("rounding")]
-        for run, found in noise.items()
-    }
-    last = max(r["layer"] for r in noise["rad_noise-paper"])
-    few, all_of_them = (
-        one("rad_noise-paper", "squared_error", method=method, batch=batch, steps=500, layer=last)
-        for method, batch in (("different 0.1", 600), ("baseline", 150))
-    )
-    samples = [1 / r["against_smaller_batch"] for r in noise["rad_noise-paper"] if r["steps"] == 500
-               and r["layer"] < last and r["method"].split()[0] not in ("baseline", "rounding")]  # fmt: skip
-    seeds = [[r["accuracy"] for r in rows("mplp_objective-random", objective=o)] for o in ("published", "held-out")]
-    behind = min(r["ahead of best"] for r in rows("mplp_settings-paper", rule="images, surrogate", steps=100))
-    part = lambda column, **where: one("mplp_ablation-paper", column, updates=20, **where)
-    whole = [part("accuracy", rule="whole", training=when) for when in ("before", "after")]
-    ways = ("jax.checkpoint", "plan, quarter")
-    compiled = [one("benchmarks.accelerator-paper", "MB_compiled", method=method) for method in ways]
-    losses = [one("rad_training-mlp", "train_loss", method=method) for method in ("reduced", "different")]
-    convnets = max(
-        r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"] - 1
-        for r in rows("rad_prediction-convnets", steps=300)
-        if r["sampler"] == "stratified 0.1"
-    )
-    accuracy = [one("ways_back-convnet", "test_accuracy", rule=r) for r in ("feedback_alignment", "last_layer")]
-    biases = [r["bias"] for r in rows("gaussian_shaping_swarm-paper", swarm="bounded force", method="GS-TP")
-              if r["cost"] != "quadratic"]  # fmt: skip
-    ends = lambda values, form: f"{min(values):{form}} to {max(values):{form}} times"
-    return {
         "Proppo and PIPPS: total propagation": {f"{100 * min(biases):.0f} to {100 * max(biases):.0f} %"},
-        "MPLP": {apart := f"{max(max(each) - min(each) for each in seeds):.0f} points"},
+        "MPLP": {apart},
         "mplp_objective-random": {apart},
         "mplp_settings-paper": {f"{-behind:.1f} points"},
         "mplp_ablation-paper": {
             f"{-part('ahead', rule='gradient alone', training='after'):.0f} points",
-            f"{whole[1] - whole[0]:.0f} points",
+            f"{after - before:.0f} points",
             f"{-part('ahead', rule='no whitening', training='before'):.0f} points",
         },
         "benchmarks.accelerator-paper": {f"{100 * (1 - compiled[0] / compiled[1]):.0f} %"},
         "rad_training-mlp": {f"{float(f'{losses[0] / losses[1]:.1g}'):.0f} times"},
-        "rad_noise-paper": {
-            ends(samples, ".1f"),
-            f"{few / all_of_them:.1f} times",
-            ends(better["rad_noise-paper"], ".0f"),
-        },
-        "rad_noise-mlp": {ends(better["rad_noise-mlp"], ".0f")},
-        "rad_prediction-convnets": {f"{100 * convnets:.0f} %"},
+        "rad_noise-paper": {samples, f"{few / all_of_them:.1f} times", ends(better(rounded["rad_noise-paper"]), ".0f")},
+        "rad_noise-mlp": {ends(better(rounded["rad_noise-mlp"]), ".0f")},
+        "rad_prediction-convnets": {f"{100 * stratified:.0f} %"},
         "ways_back-convnet": {f"{100 * (accuracy[0] - accuracy[1]):.0f} points"},
     }
 
 
 @pytest.mark.quick
-def test_ratios_in_the_texts_of_results_are_the_results():
-    """Each typed "N times", "N %" and "N points" of these texts is in the list, or a setting, and nothing else is."""
-    known, figure = ratios_of_results(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%|points)"
+def test_measured_figures_of_pages_and_of_texts_of_results_are_the_results():
+    """Each "N times", "N %" and "N points" stands in the list, or is a setting, and nothing else does."""
+    known, figure = figures_of_results(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%)"
+    for path in [ROOT / "README.md", *(DOCS / "wings").glob("*.md"), *(DOCS / "new").glob("*.md")]:
+        prose = " ".join(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).split())
+        assert set(re.findall(figure, prose)) == known.pop(str(path.relative_to(ROOT)), set()), path.name
     settings = {"95 %", "1 %", "4 times", "4 and 10 times", "60 times", "50 points"}
     texts = [(name, " ".join(text.split())) for name, text in [*NOTES.items(), *((t.run, t.text) for t in TABLES)]]
+    figure = figure.replace("%)", "%|points)")
     found = {(name, each) for name, text in texts for each in re.findall(figure, text) if each not in settings}
     assert found == {(name, each) for name, those in known.items() for each in those}
 
