@@ -18,6 +18,8 @@ from tests.memory.unbiased import KEY, assert_exact, remembered
 pytestmark = pytest.mark.quick
 
 R = ap.memory
+ARGS = jnp.eye(32), jnp.ones((64, 32))
+layers = lambda number: lambda w, x: jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), [w] * number, x))
 KINDS = ("dense", "cond", "scan", "scan of cond", "twice")
 
 
@@ -80,9 +82,7 @@ def test_what_a_budget_expects_of_samplers_is_their_variance_on_normal_entries()
 
 def test_half_the_bytes_of_a_budget_cost_half_of_the_mantissa():
     """8 bits of all entries would save more, and have 13 times the noise."""
-    args = jnp.eye(32), jnp.ones((64, 32))
-    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))
-    coefficients = R.coefficients(loss, *args)
+    coefficients = R.coefficients(layers(3), *ARGS)
     choose, _, _ = allocate(coefficients, sum(c.nbytes for c, _ in coefficients) / 2)
     assert {choose(c) for c, how in coefficients if how == "sampled"} == {R.narrow("bfloat16")}
 
@@ -92,26 +92,20 @@ def test_a_budget_traces_the_pullback_of_a_straight_line_once(monkeypatch):
     for name, calls in made.items():
         inner = getattr(randomize_module, name)
         monkeypatch.setattr(randomize_module, name, lambda *a, f=inner, calls=calls: calls.append(1) or f(*a))
-    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
-    random = ap.randomize(loss, budget_bytes=4000)
-    jax.eval_shape(jax.grad(random, argnums=1), KEY, jnp.eye(32), jnp.ones((64, 32)))
+    jax.eval_shape(jax.grad(ap.randomize(layers(2), budget_bytes=4000), argnums=1), KEY, *ARGS)
     assert len(made["linearized"]) == 1 and len(made["make_plan"]) >= 2
 
 
 def test_a_budget_of_a_bit_an_entry_is_kept():
     """A bit an entry has less noise than a sample of a sixteenth, and fewer bytes."""
-    args = jnp.eye(32), jnp.ones((64, 32))
-    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))
-    budget = remembered(loss, *args, sampler=R.rounding(1))
-    assert remembered(loss, *args, budget_bytes=budget) <= budget
+    budget = remembered(layers(3), *ARGS, sampler=R.rounding(1))
+    assert remembered(layers(3), *ARGS, budget_bytes=budget) <= budget
 
 
 def test_a_budget_counts_the_words_of_a_key():
-    args = jnp.eye(32), jnp.ones((64, 32))
-    loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
-    budget, key = remembered(loss, *args, sampler=R.rounding(8)), jax.random.key(0, impl="rbg")
-    assert remembered(loss, *args, budget_bytes=budget) == budget
-    assert remembered(functools.partial(ap.randomize(loss, budget_bytes=budget), key), *args) <= budget
+    budget, key = remembered(layers(2), *ARGS, sampler=R.rounding(8)), jax.random.key(0, impl="rbg")
+    assert remembered(layers(2), *ARGS, budget_bytes=budget) == budget
+    assert remembered(functools.partial(ap.randomize(layers(2), budget_bytes=budget), key), *ARGS) <= budget
 
 
 def test_what_branches_share_is_given_out():
