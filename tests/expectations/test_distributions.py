@@ -268,6 +268,7 @@ def test_a_constant_in_all_logits_changes_nothing():
 
 MIXED, CHOSEN = 0.7 * np.exp(-0.5), [0, 1, 2]
 stack = lambda *x: jnp.stack(jnp.broadcast_arrays(*map(jnp.asarray, x)))
+no_first = lambda t: dist.Multinomial(3, logits=stack(t - jnp.inf, t, 1.0))
 AT_ZERO = {
     "Poisson": (dist.Poisson, 0, lambda t: -t),
     "event": (lambda t: dist.Poisson(t * jnp.ones(2)).to_event(1), [0, 0], lambda t: -2 * t),
@@ -277,11 +278,7 @@ AT_ZERO = {
     "mixture": (lambda t: mixture(dist.Poisson(t), dist.Poisson(0.5)), 0, lambda t: jnp.log(0.3 * jnp.exp(-t) + MIXED)),
     "negative binomial": (lambda t: dist.NegativeBinomialProbs(3, t), 0, lambda t: 3 * jnp.log1p(-t)),
     "multinomial": (lambda t: dist.Multinomial(3, stack(t, 0.4, 0.6)), CHOSEN, lambda t: jnp.log(0.432 / (1 + t) ** 3)),
-    "infinite logit": (
-        lambda t: dist.Multinomial(3, logits=stack(t - jnp.inf, t, 1.0)),
-        CHOSEN,
-        lambda t: jnp.log(3.0) + t + 2 - 3 * jnp.logaddexp(t, 1.0),
-    ),
+    "infinite logit": (no_first, CHOSEN, lambda t: jnp.log(3.0) + t + 2 - 3 * jnp.logaddexp(t, 1.0)),
     "above 0": (dist.Poisson, 2, lambda t: jnp.log((t + 0.5) ** 2 / 2) - (t + 0.5)),
 }
 
@@ -574,14 +571,13 @@ def test_the_log_density_of_a_mixture_has_all_derivatives_with_respect_to_weight
         return jnp.log(each @ (weights / jnp.sum(weights)))
 
     several = [dist.Normal(location, 1.0) for location in locations]
-    for mixture, parts in ((dist.MixtureSameFamily, dist.Normal(locations, 1.0)), (dist.MixtureGeneral, several)):
-        found = lambda w, mixture=mixture, parts=parts: distributions.log_prob(
-            mixture(dist.Categorical(probs=w), parts), x
-        )
-        for derivative in (lambda f: f, jax.jacfwd, jax.hessian):
-            np.testing.assert_allclose(
-                jax.jit(derivative(found))(weights), derivative(exact)(weights), rtol=2e-4, atol=1e-5
-            )
+    mixtures = (dist.MixtureSameFamily, dist.Normal(locations, 1.0)), (dist.MixtureGeneral, several)
+    of = lambda kind, parts: lambda w: distributions.log_prob(kind(dist.Categorical(probs=w), parts), x)
+    orders = lambda f, w: [f(w), jax.jacfwd(f)(w), jax.hessian(f)(w)]
+    functions = exact, *(of(*mixture) for mixture in mixtures)
+    wanted, *found = jax.jit(lambda w: [orders(f, w) for f in functions])(weights)
+    for each in found:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), each, wanted)
 
 
 def test_a_mixture_in_half_precision_has_its_pathwise_derivative():

@@ -148,9 +148,7 @@ def test_a_score_at_a_sample_that_is_rounded_more_coarsely_than_its_scale_is_nan
 
     paths = V.sticking_the_landing(), V.doubly_reparameterized(2), V.importance_weighted(2)
     both = [(f, b) for b in (*paths, V.vimco(2), V.leave_one_out(2)) for f in (loss, rounded_to_1)]
-    found = jax.jit(lambda loc: [jax.value_and_grad(function, argnums=1)(bound, loc) for function, bound in both])(
-        100.0
-    )
+    found = jax.jit(lambda loc: [jax.value_and_grad(f, argnums=1)(bound, loc) for f, bound in both])(100.0)
     assert np.isnan(found).all(), found
 
 

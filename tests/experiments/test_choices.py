@@ -68,9 +68,10 @@ def test_the_best_peer_and_ratios_with_intervals_are_reported():
     assert made.figures["toy"]["method"] == "ap.enumeration"
 
 
-@pytest.mark.parametrize(
-    "problem, make", [("data", single.surrogate), ("chain", single.surrogate), ("chain in scan", single.program)]
-)
+JUDGED = [("data", single.surrogate), ("chain", single.surrogate), ("chain in scan", single.program)]
+
+
+@pytest.mark.parametrize("problem, make", JUDGED)
 def test_gradients_are_judged_by_the_exact_one(problem, make):
     theta = single.THETA[problem.removesuffix(" in scan")]
     truth = np.asarray(jax.grad(single.exact(problem))(theta))

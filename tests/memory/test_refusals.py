@@ -35,6 +35,8 @@ def loss(backward):
     return lambda w, x: jnp.sum(rule(backward)(x @ w) @ w)
 
 
+# Of 16 rows the last seven and nine rows of a number.
+filled = lambda x, number: x.at[jnp.arange(9, 25)].get(mode="fill", fill_value=number)
 NOT_LINEAR = {
     "clip": lambda x, m: jnp.clip(m, -1, 1),
     "normalise": lambda x, m: m / jnp.linalg.norm(m),
@@ -45,7 +47,7 @@ NOT_LINEAR = {
     "relu": lambda x, m: jax.nn.relu(m),
     "square": lambda x, m: m * m,
     "a chain of two": lambda x, m: m * jnp.cos(x) * (m * x),
-    "filled": lambda x, m: m + m.at[jnp.arange(9, 25)].get(mode="fill", fill_value=1.0),
+    "filled": lambda x, m: m + filled(m, 1.0),
     "integers": lambda x, m: m.astype(jnp.int32).astype(m.dtype),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * m, None), m, length=2)[0],
     "divided by its sum": lambda x, m: m / jnp.sum(m),
@@ -59,9 +61,7 @@ within = jax.custom_jvp(jnp.sin)
 within.defjvp(lambda primals, tangents: jax.jvp(clipped, primals, tangents))
 REFUSED = {name: loss(backward) for name, backward in NOT_LINEAR.items()} | {
     "without a message": lambda w, x: jnp.sum(rule(lambda x, m: jnp.cos(x))(x @ w)),  # no other meets the constant one
-    "zeros that are filled": lambda w, x: jnp.sum(
-        rule(lambda x, m: jnp.zeros_like(x).at[jnp.arange(9, 25)].get(mode="fill", fill_value=1.0))(x @ w)
-    ),
+    "zeros that are filled": lambda w, x: jnp.sum(rule(lambda x, m: filled(jnp.zeros_like(x), 1.0))(x @ w)),
     "within a custom_jvp function": lambda w, x: jnp.sum(around(x @ w) @ w),
     "in the tangents of a custom_jvp function alone": lambda w, x: jnp.sum(within(x @ w) @ w),
 }
@@ -72,7 +72,7 @@ LINEAR = {
     "masked": lambda x, m: jnp.where(x > 0, m, 0.0),
     "scan": lambda x, m: jax.lax.scan(lambda c, _: (c * x, None), m, length=2)[0],
     "branch": lambda x, m: jax.lax.cond(jnp.sum(x) > 1, lambda m: m / 2, lambda m: m, m),
-    "filled": lambda x, m: m + m.at[jnp.arange(9, 25)].get(mode="fill", fill_value=0.0),
+    "filled": lambda x, m: m + filled(m, 0.0),
     "scaled in part": lambda x, m: m.at[0].multiply(x[0, 0]),
     "sum": lambda x, m: jnp.broadcast_to(jnp.sum(m, 0), m.shape) / x.shape[0],
     "solve": lambda x, m: jnp.linalg.solve(jnp.eye(len(x)) + x @ x.T, m),
@@ -263,10 +263,8 @@ def test_a_sampler_that_closes_over_a_traced_array_is_refused():
 
     def step(scale):
         double, half = lambda key, x: x * scale, lambda memory, like: memory / scale
-        for pack, unpack in ((double, lambda memory, like: memory / 2), (lambda key, x: x * 2, half)):
-            refused(
-                TypeError, "over an array that JAX tr", gradient_shape, function, W, X, sampler=R.packing(pack, unpack)
-            )
+        for pair in ((double, lambda memory, like: memory / 2), (lambda key, x: x * 2, half)):
+            refused(TypeError, "over an array that JAX tr", gradient_shape, function, W, X, sampler=R.packing(*pair))
         return scale
 
     jax.eval_shape(step, 2.0)

@@ -120,10 +120,8 @@ def test_a_loss_that_counts_is_weighed_as_others_are(shortest):
     """A weight of .3 as an integer is 0."""
     count = lambda params, batch: jnp.sum(jnp.abs(predict(params, batch[0])[1] - batch[1]) > 0.1)
     whole = lambda params, batch: count(params, batch).astype(float)
-    learner = meta.optimizer(optax.sgd, error)
-    problems = [
-        meta.inner_problem(family()._replace(loss=loss), learner, T, shortest=shortest) for loss in (count, whole)
-    ]
+    tasks, learner = [family()._replace(loss=loss) for loss in (count, whole)], meta.optimizer(optax.sgd, error)
+    problems = [meta.inner_problem(task, learner, T, shortest=shortest) for task in tasks]
     results = jax.jit(lambda key: [meta.objective(p, 0.1, key) for p in problems])(jax.random.key(0))
     found = [(loss, losses) for loss, (losses, _) in results]
     assert found[1][1][0] > 0
@@ -164,9 +162,8 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
     estimators = [make(problem, T, sigma=1e-4, stagger=False) for make in makers]
     # The state that a truncation starts from is a constant, and so is the prior.
     truths = [truth, truth._replace(prior=jax.tree.map(jnp.zeros_like, truth.prior))]
-    ap.testing.assert_unbiased(
-        lambda key: [first(e, theta, key)[1] for e in estimators], truths, jax.random.key(2), 4000
-    )
+    estimate = lambda key: [first(e, theta, key)[1] for e in estimators]
+    ap.testing.assert_unbiased(estimate, truths, jax.random.key(2), 4000)
 
 
 def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):

@@ -73,14 +73,12 @@ def test_reverse_and_forward_mode_are_the_derivative(x64):
 def test_forward_mode_of_a_loss_that_is_wider_than_theta():
     step = lambda theta, s: (s * theta.astype(jnp.float32), s**2)
     problem = meta.Problem(lambda theta, key: jnp.ones(()), step, lambda theta, s: s, 3)
-    forward, reverse = (
-        way(problem)(jnp.bfloat16(1.5), jax.random.key(0)) for way in (meta.forward_mode, meta.reverse_mode)
-    )
-    assert forward[1].dtype == jnp.bfloat16 and forward[:2] == reverse[:2]
-    nothing = problem._replace(step=lambda theta, s: (s / 2, s**2))
-    assert (
-        meta.forward_mode(nothing)({}, jax.random.key(0))[:2] == meta.reverse_mode(nothing)({}, jax.random.key(0))[:2]
-    )
+    ways = meta.forward_mode, meta.reverse_mode
+    both = lambda problem, theta: [way(problem)(theta, jax.random.key(0))[:2] for way in ways]
+    forward, reverse = both(problem, jnp.bfloat16(1.5))
+    assert forward[1].dtype == jnp.bfloat16 and forward == reverse
+    forward, reverse = both(problem._replace(step=lambda theta, s: (s / 2, s**2)), {})
+    assert forward == reverse
 
 
 @pytest.mark.quick
@@ -246,16 +244,13 @@ NARROW = LINE._replace(step=lambda th, s: (s, th.astype(jnp.bfloat16)), final=la
 
 @pytest.mark.parametrize("name", ALL)
 def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name):
+    one = jnp.ones(())
     cases = [
         (r"the loss of a step is a real scalar, got float32\(3,\)", LINE, jnp.ones(3)),
-        ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), jnp.ones(())),
-        ("the final loss is a real scalar, got None", LINE._replace(final=lambda th, s: None), jnp.ones(())),
-        (
-            "the loss of a step is a real scalar, got a tuple of 2",
-            LINE._replace(step=lambda th, s: (s, (s, s))),
-            jnp.ones(()),
-        ),
-        (r"step returns the pair \(state, loss\), got an array", LINE._replace(step=lambda th, s: s), jnp.ones(())),
+        ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), one),
+        ("the final loss is a real scalar, got None", LINE._replace(final=lambda th, s: None), one),
+        ("loss of a step is a real scalar, got a tuple of 2", LINE._replace(step=lambda th, s: (s, (s, s))), one),
+        (r"step returns the pair \(state, loss\), got an array", LINE._replace(step=lambda th, s: s), one),
         (r"theta\['n'\] has dtype int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
         (r"theta\['n'\] has dtype int32", LINE, {"x": 1.0, "n": 1}),
         (r"theta\['n'\] is no array but a str", LINE, {"x": 1.0, "n": "relu"}),

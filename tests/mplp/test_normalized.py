@@ -233,10 +233,8 @@ by_role = functools.partial(mplp.Separable, share="role")
 
 
 def test_places_of_one_role_that_ask_different_questions_are_refused():
-    dense, act = (
-        mplp.Site("1", "dense", "dense", 2, (2, 3, 3)),
-        mplp.Site("1", "gate", "elementwise", 2, (2, 3), ("a",)),
-    )
+    dense = mplp.Site("1", "dense", "dense", 2, (2, 3, 3))
+    act = mplp.Site("1", "gate", "elementwise", 2, (2, 3), ("a",))
     pairs = [(dense, mplp.Site("2", "bias", "diagonal", 2, (2, 3))), (act, act._replace(name="2", features=("b",)))]
     for make, more in ((mplp.Normalized, [(dense, dense._replace(name="2", shared=True))]), (by_role, [])):
         for one, other in pairs + more:

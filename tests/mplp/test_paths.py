@@ -25,21 +25,18 @@ lean = ap.randomize(jax.nn.softmax, ap.memory.rounding(bits=4), min_size=0)
 rewired = ap.rewire(lambda x: jnp.tanh(jnp.sin(x)), ap.rewiring.skip(where="tanh"))
 
 
-def tanh_with_messages(signal, gain=1.0):
+def own_tanh(signal, gain=1.0):
     """A node of the user's own that takes a signal and sends a message of its own."""
-    forward = lambda s, gain: (
-        ap.Signal.of(gain * jnp.tanh(s.value), s.port.shape[-1]),
-        gain * (1 - jnp.tanh(s.value) ** 2),
-    )
+    value = lambda s, gain: ap.Signal.of(gain * jnp.tanh(s.value), s.port.shape[-1])
+    forward = lambda s, gain: (value(s, gain), gain * (1 - jnp.tanh(s.value) ** 2))
     backward = lambda slope, m: (ap.Signal(slope * m.value, slope[..., None] * m.port), jnp.zeros(slope.shape[-1:]))
     return ap.node(ap.Propagator(forward, backward))(signal, jnp.broadcast_to(gain, signal.value.shape[-1:]))
 
 
 def exchanged(a, b):
     """Two signals through a node of the user's own, each with the other's port."""
-    both = ap.node(
-        ap.Propagator(lambda *signals: (each(jnp.add, *signals), None), lambda _, message: (message, message))
-    )
+    added = lambda *signals: (each(jnp.add, *signals), None)
+    both = ap.node(ap.Propagator(added, lambda _, message: (message, message)))
     return both(a._replace(port=b.port), b._replace(port=a.port))
 
 
@@ -131,6 +128,8 @@ LAST = {  # of a port, which has one axis more, the components of a message are 
     "and turned for each of its axes": lambda a: jax.lax.fori_loop(0, a.ndim, lambda _, a: a.swapaxes(0, 1), a),
     "and turned in a branch": lambda a: jax.lax.cond(a.ndim > 3, lambda a: a.swapaxes(0, 1), lambda a: a, a),
 }
+mapped_by = lambda f: lambda n: n.loss(each(f, of_one_size(n)), f(CUBE))
+forked = lambda signal: mplp.fork(signal, 1)[0]
 OUTSIDE = r"outside the loss nodes.*mplp\.readout"
 PENALTY = r"depends on params\['w'\] outside the loss nodes.*penalty.*rate \* jax\.grad"
 REFUSED = {
@@ -149,13 +148,7 @@ REFUSED = {
     "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
     "a signal chosen by itself": (lambda n: n.loss(each(positive, n.dense())), "is not linear"),
     "a branch chosen by its signal": (lambda n: n.loss(each(flipped, n.dense())), "is not linear"),
-    **{
-        f"a signal mapped {how}": (
-            lambda n, f=f: n.loss(each(f, of_one_size(n)), f(CUBE)),
-            "of mplp.wire",
-        )
-        for how, f in LAST.items()
-    },
+    **{f"a signal mapped {how}": (mapped_by(f), "of mplp.wire") for how, f in LAST.items()},
     "a parameter chosen by itself": (lambda n: n.loss(n.dense(w=each(positive, n.p["w"]))), r"params\['w'\]"),
     "a branch chosen by its parameter": (lambda n: n.loss(n.dense(w=each(flipped, n.p["w"]))), r"params\['w'\]"),
     "a product of parameters": (lambda n: n.loss(n.dense(w=each(jnp.multiply, n.p["w"], n.p["v"]))), "'v'.*and.*'w'"),
@@ -166,15 +159,9 @@ REFUSED = {
     "a signal of one size": (lambda n: n.loss(stacked(n.dense(), ap.Signal.of(n.x, 1))), "size 1 alone.*places.signal"),
     "a value and its signal": (lambda n: n.loss(added(n, n.dense())), r"signal takes data .*dense node '1'"),
     "a parameter in a branch": (lambda n: n.loss(n.dense(w=weight_again(n))), r"mplp\.parameter takes data .*'w'"),
-    "a port of another signal": (
-        lambda n: n.loss(mplp.fork(n.dense()._replace(port=n.dense("2").port), 1)[0]),
-        "'1'.*'2'",
-    ),
+    "a port of another signal": (lambda n: n.loss(forked(n.dense()._replace(port=n.dense("2").port))), "'1'.*'2'"),
     "ports exchanged": (lambda n: n.loss(exchanged(n.dense(), n.dense("2"))), "'1'.*'2'"),
-    "a parameter's value in a node of one's own": (
-        lambda n: n.loss(tanh_with_messages(n.dense(), n.p["c"].value)),
-        "'c'",
-    ),
+    "a parameter's value in one's own node": (lambda n: n.loss(own_tanh(n.dense(), n.p["c"].value)), "'c'"),
     "a value in shard_map": (lambda n: in_shard_map(n, of_value(n)), r"params\['w'\]"),
     # Two nodes of one name, which would share a state.
     "two weights": (lambda n: n.loss(n.dense(signal=n.dense(), w=n.p["v"])), r"several parameters, .*'w'\], and .*'v'"),
@@ -199,7 +186,7 @@ RIGHT = {
     "a name of a signal": lambda n: n.loss(each(lambda a: jax.ad_checkpoint.checkpoint_name(a, "h"), n.dense())),
     "copies under vmap, moved": lambda n: n.loss(mplp.wire(lambda a: a[:, 0], twice(n, n.dense, out_axes=1))),
     "copies of weights under vmap": lambda n: n.loss(mplp.wire(lambda a: a.sum(0), weighted(n))),
-    "two nodes of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(tanh_with_messages(n.dense())))),
+    "two nodes of one's own": lambda n: n.loss(n.dense("2", own_tanh(own_tanh(n.dense())))),
     "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
     "shard_map": lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], s, w)),
     "weak types": lambda n: n.loss(mplp.wire(jnp.add, mplp.bias(n.at["b"], n.dense(), n.p["d"]), after_a_step(n))),

@@ -268,11 +268,9 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         jax.eval_shape(lambda p, b: mplp.init_state(rule, made, p, b), jax.eval_shape(prior, jax.random.key(0)), batch)
 
     call((2, 3, 3, 1), [lambda z: jnp.maximum(0, jnp.sign(z)), jax.nn.softplus], 8)
+    tried = "tried with the activations tanh, step, softplus, 1 to 2 hidden.*the activation relu"
     for case, match in [
-        (
-            ((2, 3, 1), jax.nn.relu, 4),
-            "tried with the activations tanh, step, softplus, 1 to 2 hidden.*the activation relu",
-        ),
+        (((2, 3, 1), jax.nn.relu, 4), tried),
         (((2, 3, 1), lambda z: z, 4), "the activation <lambda>"),
         (((2, 3, 1), functools.partial(jax.nn.standardize, axis=1), 4), "the activation partial"),
         (((2, 3, 3, 3, 1), jnp.tanh, 4), "3 hidden layers"),

@@ -448,6 +448,7 @@ embedding = lambda at, n: mplp.embedding(at[f"e{n}"], jnp.zeros(n, int), W)
 cross_entropy = lambda at, labels: mplp.softmax_cross_entropy(at["l"], S(at), labels)
 tanh = lambda at: mplp.activation(at["d"], jnp.tanh, S(at))
 ARRAY = r"takes a signal, got an array of shape \(4, 3\).*places.signal\(x\)"
+CLASSES = r"two classes or more.*\(4,\).*squared_error.*two outputs"
 NODES = [
     (lambda at: mplp.readout(at["l"], X), ARRAY),
     (lambda at: mplp.squared_error(at["l"], X, X), ARRAY),
@@ -464,10 +465,7 @@ NODES = [
     (lambda at: cross_entropy(at, jnp.ones((4, 3), int)), r"got int32\(4, 3\)\. .*target\.astype\(float\)"),
     (lambda at: mplp.squared_error(at["l"], S(at, X[:, :1]), X[:, 0]), r"\(4, 1\), got .*target\[\.\.\., None\]"),
     (lambda at: mplp.softmax_cross_entropy(at["l"], S(at, X[:, :1]), X), r"\(4, 1\).*two outputs.*mplp.readout"),
-    (
-        lambda at: mplp.cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]),
-        r"two classes or more.*\(4,\).*squared_error.*two outputs",
-    ),
+    (lambda at: mplp.cross_entropy(at["l"], S(at, X[:, 0]), X[:, 0]), CLASSES),
     (lambda at: mplp.embedding(at["e"], [1.0, 1.0], W), "embedding takes integers"),
     (lambda at: mplp.embedding(at["e"], jnp.zeros(4, int), W.value), "with their ports"),
     (lambda at: mplp.shared(at["w"], W.value), "with their ports"),

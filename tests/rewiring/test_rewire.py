@@ -218,9 +218,8 @@ def test_what_a_function_closes_over_is_data_if_the_parameters_are_named():
             before = () if rule.init is None else (rewired.init(*args),)
             found.append(jax.grad(rewired, len(before))(*before, *args))
         jax.tree.map(np.testing.assert_array_equal, *found)
-        refused(
-            ValueError, "argnums=: then all that the function closes over is data", ap.rewire(ways[0], rule).init, ws
-        )
+        words = "argnums=: then all that the function closes over is data"
+        refused(ValueError, words, ap.rewire(ways[0], rule).init, ws)
 
 
 def test_tokens_that_a_function_closes_over_are_data_if_the_parameters_are_named():

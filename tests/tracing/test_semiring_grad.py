@@ -265,10 +265,10 @@ def test_a_mutable_reference_is_read_where_nothing_that_is_traced_goes_into_it()
     assert ap.semiring_grad(aside, ap.tracing.max_product())(jnp.ones(3)).tolist() == [1.0, 5.0, 1.0]
 
 
-@cases(
-    "propagate",
-    {"max-product": lambda f: ap.semiring_grad(f, ap.tracing.max_product()), "influence": ap.tracing.influence},
-)
+HEAVIEST = {"max-product": lambda f: ap.semiring_grad(f, ap.tracing.max_product()), "influence": ap.tracing.influence}
+
+
+@cases("propagate", HEAVIEST)
 def test_a_compiled_program_grows_with_its_residual_blocks_and_not_faster(propagate):
     """Where paths meet nothing before is computed again, for which XLA copies it, block by block."""
 
@@ -284,6 +284,5 @@ def test_a_compiled_program_grows_with_its_residual_blocks_and_not_faster(propag
 
 def test_the_weight_of_the_heaviest_path_has_a_derivative():
     heaviest = ap.semiring_grad(lambda x: jnp.sum(x**3 + 2 * jnp.sin(x)), ap.tracing.max_product())
-    np.testing.assert_allclose(
-        jax.grad(lambda x: jnp.sum(heaviest(x)))(jnp.array([0.1, 2.0])), [-2 * np.sin(0.1), 12.0], rtol=1e-5
-    )
+    slope = jax.grad(lambda x: jnp.sum(heaviest(x)))(jnp.array([0.1, 2.0]))
+    np.testing.assert_allclose(slope, [-2 * np.sin(0.1), 12.0], rtol=1e-5)
