@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -14,13 +13,11 @@ import apgrad as ap
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._programs.leading_axes import is_sum_over
 from tests.cases import cases
+from tests.compiled import listening
 from tests.expectations.instruments import KEY, assert_gradient, refused_program, traced, visit
 from tests.expectations.programs import coins, paid
 from tests.refusals import refused
 
-COMPILED = []
-listen = lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
-jax.monitoring.register_event_duration_secs_listener(listen)
 ESTIMATORS = {"rp": ap.reparameterization, "lr": ap.likelihood_ratio, "tp": ap.total_propagation}
 
 
@@ -35,12 +32,12 @@ def squared(estimator):
 @pytest.mark.parametrize("estimator", ["lr", pytest.param("tp", marks=pytest.mark.long)])
 def test_calls_without_jit_compile_nothing_again(estimator):
     gradient = jax.grad(ap.expectation(squared(estimator), 4, has_aux=True), argnums=1, has_aux=True)
-    compiled = []
-    for i in range(5):
-        gradient(jax.random.key(i), 1.0)
-        compiled.append(len(COMPILED))
-    # What is compiled again at each call is also kept by JAX at each call: memory would grow.
-    assert 0 < compiled[1] == compiled[-1]
+    calls = lambda *seeds: [gradient(jax.random.key(seed), 1.0) for seed in seeds]
+    with listening() as first:
+        calls(0, 1)
+    with listening() as later:  # what is compiled again at each call JAX keeps each time: memory would grow
+        calls(2, 3, 4)
+    assert first and not later
 
 
 THREE = jnp.arange(3.0)
@@ -357,6 +354,7 @@ held = jax.lax.stop_gradient
 less_mean = lambda x: x - x.mean(0)
 constant_shares = lambda x: jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(x[:, 0])))
 redrawn = lambda x: jax.random.categorical(KEY, jax.lax.stop_gradient(x[:, 0]), shape=(4,))
+next_place = lambda: (jnp.arange(4) + 1) % 4
 # Functions of samples (4, 4), a lane a row: costs (4,) that depend on a sum over the lanes, and such that do not.
 OF_ALL_LANES = {
     "another axis": lambda x: jnp.sum(x**2, axis=0),
@@ -407,10 +405,8 @@ OF_ALL_LANES = {
     "shuffled": lambda x: x[:, 0] - jax.random.permutation(KEY, x)[:, 1],
     "at shuffled places": lambda x: x[jax.random.permutation(KEY, 4), 1],
     "at given places": lambda x: x[np.array([1, 0, 2, 3])][:, 1],
-    "at the next place": lambda x: jax.vmap(lambda i: x[i, 0])((jnp.arange(4) + 1) % 4),
-    "at the next place in a loop": lambda x: jax.lax.scan(
-        lambda c, _: (c + x[(jnp.arange(4) + 1) % 4, 0], None), x[:, 0], None, length=2
-    )[0],
+    "at the next place": lambda x: jax.vmap(lambda i: x[i, 0])(next_place()),
+    "at the next place in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda _, c: c + x[next_place(), 0], x[:, 0]),
     "where it chose": lambda x: x[jnp.argmax(x, axis=1)][:, 0],
     "along its columns": lambda x: jnp.take_along_axis(x, jnp.argsort(jax.lax.stop_gradient(x), axis=0), axis=0)[:, 0],
     "repeated": lambda x: jnp.repeat(x[:, 0], np.array([2, 0, 1, 1]), total_repeat_length=4),
@@ -421,9 +417,7 @@ OF_ALL_LANES = {
     "less the mean, after a loop over lanes": lambda x: (lambda y: y - y.mean())(jax.lax.map(jnp.sum, x)),
     "summed in a loop over lanes": lambda x: jax.lax.scan(lambda c, x: (c + x[0], c), 0.0, x)[1],
     "less the others in a loop over lanes": lambda x: jax.lax.map(lambda y: jnp.sum(y - x), x),
-    "less the mean, solved": lambda x: jax.vmap(jnp.linalg.solve)(jnp.ones((4, 4, 4)) + jnp.eye(4), x - x.mean(0))[
-        :, 0
-    ],
+    "the mean, solved": lambda x: jax.vmap(jnp.linalg.solve)(jnp.ones((4, 4, 4)) + jnp.eye(4), less_mean(x))[:, 0],
     "less the mean, padded": lambda x: jnp.pad(x - x.mean(0), ((0, 0), (1, 0)))[:, 2],
     "a matrix of lanes": lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(4))[:, 0],
     "transformed over lanes": lambda x: jnp.fft.fft(x, axis=0).real[:, 0],
@@ -434,9 +428,7 @@ OF_ALL_LANES = {
     "less the mean, after a loop of steps": lambda x: (lambda y: y[0] - y[0].mean())(jax.lax.map(jnp.sin, x.T)),
     "less the mean, the first replaced": lambda x: less_mean(jax.lax.dynamic_update_slice(x, x[:1] ** 2, (0, 0)))[:, 0],
     "less the mean, the lanes second": lambda x: less_mean(x.T.reshape(2, 8).reshape(4, 4).T)[:, 0],
-    "less the mean, in chosen columns": lambda x: less_mean(jnp.zeros((4, 4)).at[:, np.array([2, 0])].set(x[:, :2]))[
-        :, 0
-    ],
+    "the mean of chosen columns": lambda x: less_mean(jnp.zeros((4, 4)).at[:, np.array([2, 0])].set(x[:, :2]))[:, 0],
     "lanes as features": lambda x: jax.lax.conv(x[None, ..., None], jnp.ones((4, 4, 1, 1)), (1, 1), "SAME")[0, :, 0, 0],
     "written where others are": lambda x: x.at[np.array([1, 0, 2, 3])].set(x**2)[:, 0],
     "written in another order": lambda x: x.at[::-1].set(x**2)[:, 0],
@@ -466,6 +458,7 @@ OF_ALL_LANES = {
     "less the other of two": lambda x: jnp.subtract(*x.reshape(2, 2, 4).swapaxes(0, 1)).repeat(2, 0)[:, 0],
 }
 of_lanes = lambda f: lambda x: jnp.sum(f(jnp.vstack([x, x[:2]]))[:4].reshape(4, -1), axis=1)
+in_row = lambda x: 4 * jnp.arange(4) + jnp.argmax(x, 1)
 OF_ONE_LANE = {name: of_lanes(f) for name, f in BY_ROW.items()}
 OF_ONE_LANE |= {
     "a constant baseline": lambda x: x[:, 0] - jax.lax.stop_gradient(x[:, 0].mean()),
@@ -474,9 +467,7 @@ OF_ONE_LANE |= {
     "sums step by step": lambda x: jax.vmap(lambda x: jax.lax.map(jnp.sum, x))(x[..., None]).mean(1),
     "in a loop of Python": lambda x: jnp.stack([jnp.sum(row) for row in x]),
     "in a loop of Python, row by row": lambda x: jnp.concatenate([jnp.sum(x[i : i + 1], axis=1) for i in range(4)]),
-    "in a loop of Python, of four numbers": lambda x: jnp.stack(
-        [jnp.sum(jnp.stack([r[0], 1.0, r[1], r[1]])) for r in x]
-    ),
+    "a Python loop of four numbers": lambda x: jnp.stack([jnp.sum(jnp.stack([r[0], 1.0, r[1], r[1]])) for r in x]),
     "in a loop of Python, of joined rows": lambda x: jnp.stack([jnp.max(jnp.concatenate([r[:2], r[:2]])) for r in x]),
     "in halves": lambda x: jnp.concatenate([jnp.sin(x[:2]), x[2:4]])[:, 0],
     "all but the last": lambda x: jnp.pad(x[:-1], ((0, 1), (0, 0)))[:, 0],
@@ -490,13 +481,9 @@ OF_ONE_LANE |= {
     "constants sorted": lambda x: x[:, 0] - jnp.sort(jax.lax.stop_gradient(x[:, 0])),
     "by constants in a loop": lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[:, 0], jax.lax.stop_gradient(x.T))[0],
     "with others in one axis": lambda x: jnp.sin(x.reshape(-1)).reshape(4, 2, 2).sum((1, 2)),
-    "a loop of steps over lanes": lambda x: jax.lax.map(
-        lambda y: jax.lax.scan(lambda c, y: (c + y, c), 0.0, y)[1][2], x
-    ),
+    "loops within the lane": lambda x: jax.lax.map(lambda y: jax.lax.scan(lambda c, y: (c + y, c), 0.0, y)[1][2], x),
     "solved": lambda x: jax.vmap(lambda x: jnp.linalg.solve(jnp.outer(x, x) + jnp.eye(4), x))(x)[:, 0],
-    "convolved beside the lanes": lambda x: jax.lax.conv(x[None, None], jnp.ones((1, 1, 1, 3)), (1, 1), "SAME")[
-        0, 0, :, 0
-    ],
+    "convolved beside lanes": lambda x: jax.lax.conv(x[None, None], jnp.ones((1, 1, 1, 3)), (1, 1), "SAME")[0, 0, :, 0],
     "the lanes second in one axis": lambda x: jnp.sin(x.T.reshape(2, 8)).reshape(4, 4).sum(0),
     "at their own places": lambda x: x[np.arange(4)][:, 0] + x.at[jnp.arange(4)].get()[:, 1],
     "at their own places, one by one": lambda x: jax.vmap(lambda i: x[i, 0])(jnp.arange(4)),
@@ -514,15 +501,11 @@ OF_ONE_LANE |= {
     "a node of two arrays": lambda x: jax.vmap(ap.node(ap.backpropagation(jnp.multiply)))(x[:, 0], x[:, 1]),
     "attention within the lane": lambda x: jnp.einsum("lij,lkj->l", x[:, None] * jnp.ones((4, 3, 1)), x[:, :, None]),
     "in halves that are split": lambda x: jnp.concatenate([jnp.sin(jnp.split(x, 2)[0]), jnp.split(x, 2)[1]])[:, 0],
-    "in parts that are split again": lambda x: jnp.concatenate([y for z in jnp.split(x, 2) for y in jnp.split(z, 2)])[
-        :, 0
-    ],
+    "in parts split again": lambda x: jnp.concatenate([y for z in jnp.split(x, 2) for y in jnp.split(z, 2)])[:, 0],
     "unstacked": lambda x: jnp.stack([jnp.sum(row) for row in jnp.unstack(x)]),
     "split along another axis": lambda x: jnp.subtract(*jnp.split(x, 2, axis=1))[:, 0],
-    "in a row of its own": lambda x: jax.ops.segment_sum(x[:, 0], 4 * jnp.arange(4) + jnp.argmax(x, 1), 16)[::4],
-    "at a place of its own row": lambda x: (
-        jnp.zeros(16).at[4 * jnp.arange(4) + jnp.argmax(x, 1)].set(x[:, 0]).reshape(4, 4).sum(1)
-    ),
+    "in a row of its own": lambda x: jax.ops.segment_sum(x[:, 0], in_row(x), 16)[::4],
+    "at a place of its own row": lambda x: jnp.zeros(16).at[in_row(x)].set(x[:, 0]).reshape(4, 4).sum(1),
     "at places that are computed": lambda x: sum(
         x[places(jnp.arange(4)), 1]
         for places in (
