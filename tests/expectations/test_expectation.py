@@ -452,6 +452,8 @@ OF_ALL_LANES = {
     "added to the next in a loop": lambda x: jax.lax.fori_loop(1, 4, lambda i, x: x.at[i].add(x[i - 1]), x)[:, 0],
     "solved over lanes": lambda x: jnp.linalg.solve(jnp.eye(4) + 0.1, x)[:, 0],
     "solved by triangles": lambda x: jax.scipy.linalg.solve_triangular(jnp.tri(4), x, lower=True)[:, 0],
+    "written where all chose": lambda x: x.T.at[jnp.arange(4), jnp.argmax(x.T, axis=1)].set(2.0)[0],
+    "written where the first chose": lambda x: x.at[:, jnp.argmax(x[0])].set(2.0)[:, 0],
     "a branch that all choose": lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)[:, 0],
     "a branch that one chooses": lambda x: jax.lax.switch(jnp.argmax(x[0]), [jnp.sin, jnp.cos], x)[:, 0],
     "less the mean, cut in groups": lambda x: less_mean(jnp.sin(x.reshape(2, 2, 4)).reshape(4, 4))[:, 0],

@@ -254,8 +254,6 @@ def _made(eqn, given, facts) -> list[Any]:
     name, outs = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
     if not any(given) or name == "any_mapped":
         return [None] * len(outs)
-    if all(fact is not None and (fact.of == SEVERAL).all() for fact in given):
-        return [*map(_several, outs)]
     if name in ("concatenate", "stack"):
         return [_of(_in_a_row(eqn, given))]
     if name in kinds.SAME_VALUE:
@@ -265,14 +263,12 @@ def _made(eqn, given, facts) -> list[Any]:
     if name == "dynamic_slice":
         return [_of(_sliced(eqn, given, facts[1:]))]
     if name in _WRITES:
-        if any(fact is not None and (fact.of == SEVERAL).all() for fact in given):
-            return [*map(_several, outs)]
-        write = _updated if name == "dynamic_update_slice" else _scattered
-        made = write(eqn, given, facts)  # what is written may be in its own place
-        return [given[0] if made is None else _of(made)]
+        return [_of((_updated if name == "dynamic_update_slice" else _scattered)(eqn, given, facts))]
     moved = [_moved(eqn, n, fact.of) for n, fact in enumerate(given) if fact is not None]
     known = [each for each in moved if each is not None]
-    return [_of(functools.reduce(_both, each)) for each in zip(*known, strict=True)] if known else [None] * len(outs)
+    if not known:
+        return [*map(_several, outs)] if all(map(_is_mixed, given)) else [None] * len(outs)
+    return [_of(functools.reduce(_both, each)) for each in zip(*known, strict=True)]
 
 
 # For each output the numbers of entries that come from one operand; None where that is not known.
@@ -477,15 +473,18 @@ def _sliced(eqn, given, indices):  # `dynamic_slice`
     return np.broadcast_to(made, (1,) * len(after)) if of is None else _both(of, made)
 
 
-def _updated(eqn, given, facts):  # `dynamic_update_slice`; None where it is not known which part is written
+def _somewhere(of, new, indices):  # what is written, in places that are not known, may be in its own place
+    by = [fact.of.reshape((1,) * of.ndim) for fact in indices if fact is not None and fact.of.size == 1]
+    return _several(of.shape).of if any(map(_is_mixed, (new, *indices))) else functools.reduce(_both, by, of)
+
+
+def _updated(eqn, given, facts):  # `dynamic_update_slice`
     shape, part = [v.aval.shape for v in eqn.invars[:2]]
     of, new = _array(given[0], shape), _array(given[1], part)
     partial = [a for a, n in enumerate(shape) if part[a] < n]
-    if not all(_is_known(facts[2 + a]) for a in partial):
-        return None
     full = [n if a in partial else max(of.shape[a], new.shape[a]) for a, n in enumerate(shape)]
-    if math.prod(full) > MOST:
-        return None
+    if not all(_is_known(facts[2 + a]) for a in partial) or math.prod(full) > MOST:
+        return _somewhere(of, given[1], given[2:])
     starts = {a: int(np.clip(int(facts[2 + a].values), 0, shape[a] - part[a])) for a in partial}
     made = np.broadcast_to(of, full).copy()
     made[tuple(slice(starts[a], starts[a] + part[a]) if a in starts else slice(None) for a in range(len(shape)))] = new
@@ -495,21 +494,14 @@ def _updated(eqn, given, facts):  # `dynamic_update_slice`; None where it is not
 def _scattered(eqn, given, facts):  # `scatter` and its like
     shapes = [v.aval.shape for v in eqn.invars]
     whole = [None if fact is None else _whole(fact.of, shape) for fact, shape in zip(given, shapes, strict=True)]
-    axis, sure = (
-        _written(eqn, whole, facts[1]),
-        all(f is None or w is not None for f, w in zip(given, whole, strict=True)),
-    )
-    places = Parameters(eqn)["dimension_numbers"]
+    sure = all(f is None or w is not None for f, w in zip(given, whole, strict=True))
+    axis, of, ndim = _written(eqn, whole, facts[1]), _array(given[0], shapes[0]), len(shapes[0])
     if not _is_known(facts[1]) or max(map(math.prod, shapes)) > MOST or (sure and axis not in (None, SEVERAL)):
-        each = (
-            _several(shapes[0])
-            if axis == SEVERAL
-            else axis
-            if axis is None
-            else _each(axis, shapes[0][axis], len(shapes[0]))
-        )
-        return None if each is None else each.of
-    replaces, of, new = eqn.primitive.name == "scatter", _array(given[0], shapes[0]), _array(given[2], shapes[2])
+        if axis is not None:
+            of = _several(shapes[0]).of if axis == SEVERAL else _both(of, _each(axis, shapes[0][axis], ndim).of)
+        return _somewhere(of, given[2], given[1:2])
+    places = Parameters(eqn)["dimension_numbers"]
+    replaces, new = eqn.primitive.name == "scatter", _array(given[2], shapes[2])
 
     def extreme(scatter, start):
         values = np.broadcast_to(new if replaces else np.where(new == NONE, start, new), shapes[2])
