@@ -416,6 +416,9 @@ OF_ALL_LANES = {
     "less the mean, one with another axis": lambda x: jnp.reshape(x.reshape(-1) - x.reshape(-1).mean(), (4, 4))[:, 0],
     "less the mean, after a loop over lanes": lambda x: (lambda y: y - y.mean())(jax.lax.map(jnp.sum, x)),
     "summed in a loop over lanes": lambda x: jax.lax.scan(lambda c, x: (c + x[0], c), 0.0, x)[1],
+    "summed in a loop within a loop": lambda x: jax.lax.map(
+        lambda y: jax.lax.scan(lambda c, y: (c + y, c), 0.0, y)[1], x.T
+    )[0],
     "less the others in a loop over lanes": lambda x: jax.lax.map(lambda y: jnp.sum(y - x), x),
     "the mean, solved": lambda x: jax.vmap(jnp.linalg.solve)(jnp.ones((4, 4, 4)) + jnp.eye(4), less_mean(x))[:, 0],
     "less the mean, padded": lambda x: jnp.pad(x - x.mean(0), ((0, 0), (1, 0)))[:, 2],

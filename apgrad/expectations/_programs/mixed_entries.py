@@ -213,10 +213,12 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         orders = {number: f.of.ravel() for number, f in zip(own, arrays, strict=True) if number is not None}
 
         def with_orders(fact, orders):
-            of = fact.of if isinstance(fact, Entries) else np.int32(NONE)
+            if not isinstance(fact, Entries):
+                return fact
+            of = fact.of
             for number, order in orders.items():
-                of = np.where(of == number, order.reshape(-1, *[1] * (of.ndim - 1)), of)
-            return Entries(of) if isinstance(fact, Entries) else fact
+                of = np.where(of == number, order.reshape(-1, *[1] * (of.ndim - 1)) if order.ndim else order, of)
+            return Entries(of)
 
         def step(facts):
             made = walk(body, facts)
