@@ -676,6 +676,18 @@ def test_a_sum_over_lanes_is_refused_where_the_choice_was_made_long_before_and_o
     refused_program("drawn for the 4 lanes", paid(chosen, lambda y: (y - y.mean()) ** 2), THETA)
 
 
+def test_lanes_are_followed_where_a_size_is_not_known_before_an_export_is_called():
+    def program(tape, theta, x):
+        draws = dist.Normal(theta * jnp.broadcast_to(x, (4, *x.shape)), 1.0).to_event(1)
+        tape, y = ap.sample(tape, draws, ap.likelihood_ratio())
+        y = jnp.concatenate([y, jnp.pad(jnp.sin(y.reshape(-1)).reshape(y.shape), ((0, 0), (1, 2)))], axis=1)
+        return tape.cost(jnp.sum(jnp.roll(y.at[:, 0].set(0.0), 1, axis=1), axis=1))
+
+    given = jax.eval_shape(lambda: KEY), THETA, jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), jnp.float32)
+    exported = jax.export.export(jax.jit(ap.grad(program, lanes=4, check_nan=False)))(*given)
+    assert jnp.isfinite(exported.call(KEY, THETA, jnp.ones(3)))
+
+
 def test_a_sum_over_parts_that_are_charged_apart_is_refused():
     less_mean = lambda b: b - b.mean(1, keepdims=True)
     refused(ValueError, "for the 3 data, .* of a datum with its own", of_axes, less_mean)

@@ -54,6 +54,10 @@ def _each(axis, size, ndim):
     return Entries(np.arange(size, dtype=np.int32).reshape([size if a == axis else 1 for a in range(ndim)]))
 
 
+def _is_long(shape):  # or of a size that is not known, in an export
+    return not all(isinstance(n, int | np.integer) for n in shape) or math.prod(shape) > MOST
+
+
 def _array(fact, shape):
     return np.full((1,) * len(shape), NONE) if fact is None else fact.of
 
@@ -311,7 +315,7 @@ def _single(name, params, number, of, before, after, eqn):
         return np.tile(of, [reps if n > 1 else 1 for reps, n in zip(params["reps"], of.shape, strict=True)])
     if name == "pad":
         for axis, config in enumerate(params["padding_config"]):
-            of = of if config == (0, 0, 0) or (of.shape[axis] == 1 < before[axis]) else _padded(of, axis, *config)
+            of = of if config == (0, 0, 0) or (of.shape[axis] == 1 != before[axis]) else _padded(of, axis, *config)
         return of
     if name in REDUCTIONS:
         gone = tuple(a for a in params["axes"] if not isinstance(a, str))
@@ -380,7 +384,7 @@ def _reshaped(of, before, after):
     inner, outer = before[first : of.ndim - last], after[first : len(after) - last]
     if all(n == 1 for n in within):
         return of.reshape(*lead, *[1] * len(outer), *rest)
-    if math.prod((*lead, *inner, *rest)) > MOST:
+    if _is_long((*lead, *inner, *rest)):
         return None
     return np.broadcast_to(of, (*lead, *inner, *rest)).reshape(*lead, *outer, *rest)
 
@@ -391,8 +395,9 @@ def _in_a_row(eqn, given):  # of operands that are joined along an axis, or stac
     sizes = [1 if stack else v.aval.shape[axis] for v in eqn.invars]
     of = [np.expand_dims(f.of, axis) if stack and f is not None else _array(f, after) for f in given]
     shape = np.broadcast_shapes(*((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in of))
-    if math.prod(shape) * sum(sizes) > MOST:
-        return None
+    if _is_long((*shape, sum(sizes))):
+        first, *others = [x for x, fact in zip(of, given, strict=True) if fact is not None]
+        return None if _along(first, axis) or any(not np.array_equal(first, x) for x in others) else first
     full = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
     return np.concatenate([np.broadcast_to(x, to) for x, to in zip(of, full, strict=True)], axis)
 
@@ -467,7 +472,7 @@ def _sliced(eqn, given, indices):  # `dynamic_slice`
     made = functools.reduce(_both, (fact.of for fact in given[1:] if fact is not None), np.full((), NONE))
     of = None if given[0] is None else given[0].of
     for axis, place in enumerate(indices):
-        if of is not None and _along(of, axis) and after[axis] < before[axis]:
+        if of is not None and _along(of, axis) and after[axis] != before[axis]:
             if _is_mixed(place):
                 return _several(after).of
             start = np.clip(int(place.values), 0, before[axis] - after[axis]) if _is_known(place) else None
@@ -483,9 +488,9 @@ def _somewhere(of, new, indices):  # what is written, in places that are not kno
 def _updated(eqn, given, facts):  # `dynamic_update_slice`
     shape, part = [v.aval.shape for v in eqn.invars[:2]]
     of, new = _array(given[0], shape), _array(given[1], part)
-    partial = [a for a, n in enumerate(shape) if part[a] < n]
+    partial = [a for a, n in enumerate(shape) if part[a] != n]
     full = [n if a in partial else max(of.shape[a], new.shape[a]) for a, n in enumerate(shape)]
-    if not all(_is_known(facts[2 + a]) for a in partial) or math.prod(full) > MOST:
+    if not all(_is_known(facts[2 + a]) for a in partial) or _is_long(full):
         return _somewhere(of, given[1], given[2:])
     starts = {a: int(np.clip(int(facts[2 + a].values), 0, shape[a] - part[a])) for a in partial}
     made = np.broadcast_to(of, full).copy()
@@ -498,7 +503,7 @@ def _scattered(eqn, given, facts):  # `scatter` and its like
     whole = [None if fact is None else _whole(fact.of, shape) for fact, shape in zip(given, shapes, strict=True)]
     sure = all(f is None or w is not None for f, w in zip(given, whole, strict=True))
     axis, of, ndim = _written(eqn, whole, facts[1]), _array(given[0], shapes[0]), len(shapes[0])
-    if not _is_known(facts[1]) or max(map(math.prod, shapes)) > MOST or (sure and axis not in (None, SEVERAL)):
+    if not _is_known(facts[1]) or any(map(_is_long, shapes)) or (sure and axis not in (None, SEVERAL)):
         if axis is not None:
             of = _several(shapes[0]).of if axis == SEVERAL else _both(of, _each(axis, shapes[0][axis], ndim).of)
         return _somewhere(of, given[2], given[1:2])
