@@ -582,20 +582,9 @@ def _indices(eqn, facts):  # the facts of what is made of places or of constants
     return [ANY_INDICES if whole and _is_integer(v.aval) else None for v in eqn.outvars]
 
 
-_CONSTANT = (_BY_PLACE | REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW | _WRITES) - {"pmax", "pmin", "psum"}
-_CONSTANT |= {
-    "dynamic_slice",
-    "fft",
-    "gather",
-    "iota",
-    "pad",
-    "slice",
-    "stack",
-    "tile",
-    "unstack",
-    *ALONG,
-    *OF_MATRICES,
-}
+_CONSTANT = _BY_PLACE | REDUCTIONS | kinds.SAME_VALUE | kinds.VIEW | _WRITES | OF_MATRICES | {*ALONG}
+_CONSTANT |= {"dynamic_slice", "fft", "gather", "iota", "pad", "slice", "stack", "tile", "unstack"}
+_CONSTANT -= {"pmax", "pmin", "psum"}
 
 
 def _of_constant(value):
