@@ -56,6 +56,8 @@ class Walk:
     size: int  # of messages; no other axis has this size, so it tells which axis of a port has the components
     multiplies: bool = False  # whether there is a `wire` of a function that is not linear
     dense_twice: bool = False  # whether a dense node feeds another one
+    # The dense nodes, and whether they feed another: what feeds losses alone is no hidden layer.
+    hidden: dict[str, bool] = dataclasses.field(default_factory=dict)
     mapped: set[str] = dataclasses.field(default_factory=set)  # the nodes with signals that `jax.vmap` maps
     # Nodes that use a parameter in every step of a scan, in copies of `jax.vmap`, or a second time, unshared.
     repeated: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -148,13 +150,17 @@ class Walk:
                     "Give each its own name; within a layer of several nodes, place.within('second')."
                 )
         dense = kind in ("dense", "conv")
-        before = any(DENSE in fact for part, fact in entered if part == "value")
-        self.dense_twice |= dense and before
+        came = NOTHING.union(*(fact for part, fact in entered if part == "value"))
+        self.dense_twice |= dense and DENSE in came
+        behind = frozenset(pair for pair in came if pair[1] in self.hidden)  # ("", node), the last dense nodes
+        if dense:
+            self.hidden |= {where: self.hidden.get(where, False), **{node: True for _, node in behind}}
+            behind = frozenset({("", where)})
         if part == "loss":
             return NOTHING
-        of_dense = frozenset({DENSE}) if dense or (where == WIRE and before) else NOTHING
-        self.values.append(of_dense)
-        return frozenset({(where, "")}) | of_dense
+        behind |= {DENSE} if dense or (where == WIRE and DENSE in came) else NOTHING
+        self.values.append(behind)
+        return frozenset({(where, "")}) | behind
 
 
 def require_messages(program: Program, values: Any, size: int) -> Walk:

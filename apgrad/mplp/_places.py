@@ -264,7 +264,7 @@ def learned_node(
     """
     site = sites[0]
     message_size, batch, begins = places.message_size, site.batch, site.begins
-    where = f"the {site.kind} node {site.name!r}"
+    where = where_is(site)
     pairs, data = paths.enter(where, alike(*signals, *parameters), data)
     signals, parameters = pairs[: len(signals)], pairs[len(signals) :]
     give = give or (lambda output: output if begins else Signal.of(output, message_size))
@@ -313,6 +313,10 @@ def learned_node(
 
     output = node(Propagator(forward, backward))(asked, signals, parameters, data)
     return paths.leave(where, output, site.kind)
+
+
+def where_is(site: Site) -> str:
+    return f"the {site.kind} node {site.name!r}"
 
 
 def names_of(features: Callable[..., dict[str, Any]], *args: Any) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import numpy as np
 from jax.core import Tracer
 
 from apgrad._ground.warning import warn
-from apgrad.mplp._places import Places
+from apgrad.mplp._paths import Walk
+from apgrad.mplp._places import Places, where_is
 
 FUNCTIONS: dict[str, Any] = {f.__name__: f for f in (jax.nn.gelu, jax.nn.relu, jax.nn.sigmoid, jnp.tanh)}
 FUNCTIONS |= {"sigmoid(8 z)": lambda z: jax.nn.sigmoid(8 * z), "step": lambda z: jnp.maximum(0, jnp.sign(z))}
@@ -58,21 +59,21 @@ class Reach:
         return cls(tuple(names), *map(tuple, ranges), updates=updates, wires=card.get("wires", False) is True)
 
 
-def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
-    """Warns, once for each rule, of a network or a minibatch that it was not tried with. See `_paths.Walk`."""
+def warn_outside(rule: Any, places: Places, walk: Walk) -> None:
+    """Warns, once for each rule, of a network or a minibatch that it was not tried with."""
     reach = getattr(rule, "reach", None)
     if reach is None:
         return
     if reach.updates is not None and not rule.told:
         reach.warn("the rule was trained to know how many updates there will be: rule.for_steps(steps) tells it.")
-    widths = [site.shape[2] for site in places.sites.values() if site.family == "dense"][:-1]
+    widths = [site.shape[2] for site in places.sites.values() if walk.hidden.get(where_is(site))]
     found = [f"the activation {_name(f)}" for f in places.functions if not _known(f, reach.activations)]
     wrong = lambda numbers, pair: sorted({n for n in numbers if not pair[0] <= n <= pair[1]})
     found += [f"{n} hidden layer{'s' * (n != 1)}" for n in wrong([len(widths)], reach.depths)]
     found += [f"a hidden layer of {n} units" for n in wrong(widths, reach.widths)]
     found += [f"minibatches of {n}" for n in wrong([places.batch], reach.minibatches)]
-    found += ["a product or other nonlinear function of signals (mplp.wire)"] if multiplies and not reach.wires else []
-    found += ["two dense nodes without an activation between them"] if dense_twice else []
+    found += ["a product or other nonlinear function of signals (mplp.wire)"] * (walk.multiplies and not reach.wires)
+    found += ["two dense nodes without an activation between them"] * walk.dense_twice
     if found:
         span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"
         reach.warn(

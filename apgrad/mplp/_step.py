@@ -55,7 +55,6 @@ def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> 
       batch: a minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
     """
     places = _trace(rule, network, params, batch)
-    warn_outside(rule, places)
     return {name: rule.init(site) for name, site in places.sites.items()}
 
 
@@ -217,7 +216,7 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
             f"of mplp.wire, or a signal that places.signal(x) has not made. With another size: {error}"
         ) from error
     walk = require_messages(program, params, size)
-    warn_outside(rule, places, multiplies=walk.multiplies, dense_twice=walk.dense_twice)
+    warn_outside(rule, places, walk)
     if walk.repeated and getattr(rule, "sums_uses", False):
         warn(
             f"{', '.join(walk.repeated)}: the same parameter in each step of a scan, in copies of jax.vmap, or at "

@@ -264,8 +264,7 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
 
     def call(sizes, function, batch, rule=rule):
         made, prior = meta.mlp(sizes, function, mplp.squared_error)
-        batch = jax.ShapeDtypeStruct((batch, 2), jnp.float32), jax.ShapeDtypeStruct((batch, 1), jnp.float32)
-        jax.eval_shape(lambda p, b: mplp.init_state(rule, made, p, b), jax.eval_shape(prior, jax.random.key(0)), batch)
+        trace(rule, made, jax.eval_shape(prior, jax.random.key(0)), (jnp.ones((batch, 2)), jnp.ones((batch, 1))))
 
     call((2, 3, 3, 1), [lambda z: jnp.maximum(0, jnp.sign(z)), jax.nn.softplus], 8)
     tried = "tried with the activations tanh, step, softplus, 1 to 2 hidden.*the activation relu"
@@ -317,14 +316,15 @@ BETWEEN += [(between, "two dense nodes without an activation between") for betwe
 
 @pytest.mark.parametrize(("between", "match"), BETWEEN)
 def test_a_rule_says_where_a_network_is_no_mlp(between, match):
-    """Two dense nodes side by side, what is between them and the last one, and a loss."""
+    """Two dense nodes side by side, what is between them and two outputs, and a loss of each."""
     exact = mplp.Exact(0.1)
     exact.reach = _reach.Reach.of(REACH)  # pyright: ignore[reportAttributeAccessIssue]
 
     def network(places, params, batch):
         pair = (mplp.dense(places[name], places.signal(batch[0]), params[name]) for name in ("in", "in2"))
-        output = mplp.dense(places["out"], between(places, *pair), params["out"])
-        return mplp.squared_error(places["loss"], output, batch[1])
+        hidden = between(places, *pair)
+        outputs = [mplp.dense(places[name], hidden, params["out"]) for name in ("out", "out2")]
+        return sum(mplp.squared_error(places[f"loss{i}"], output, batch[1]) for i, output in enumerate(outputs))
 
     params = {"in": jnp.ones((2, 3)), "in2": jnp.ones((2, 3)), "out": jnp.ones((3, 1))}
     with contextlib.nullcontext() if match is None else pytest.warns(UserWarning, match=match):
