@@ -105,7 +105,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if wrong := [name for name, (_, checksum) in _described(arrays).items() if checksum != described[name][1]]:
             raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
         wrap = lambda x, leaf: jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else x
-        leaves = [wrap(arrays[name], leaf) for name, leaf in named_leaves(like).items()]
+        leaves = [wrap(arrays[name], leaf) for name, leaf in _named(like).items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
@@ -147,7 +147,11 @@ def _arrays(tree):
         # JAX would make 32 bits of NumPy's 64.
         return np.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else array
 
-    return {name: data(name, leaf) for name, leaf in sorted(named_leaves(tree).items())}
+    return {name: data(name, leaf) for name, leaf in sorted(_named(tree).items())}
+
+
+def _named(tree):  # a key draws by its implementation, too
+    return {f"{leaf.dtype} {name}" if _is_key(leaf) else name: leaf for name, leaf in named_leaves(tree).items()}
 
 
 def _described(arrays):

@@ -249,7 +249,10 @@ def test_checkpoints_hold_every_leaf(tmp_path):
 def test_checkpoints_are_restored_to_shapes_and_name_what_they_do_not_hold(tmp_path):
     tree = {"x": jnp.ones(2), "key": jax.random.key(1), "none": jnp.zeros((0, 3))}
     with meta.Checkpoints(tmp_path) as reader, meta.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, tree)
+        checkpoints.save(3, tree | {"other": jax.random.key(1, impl="rbg")})
+        tree["other"] = jax.random.key(1, impl="unsafe_rbg")  # which is as many numbers, and draws others
+        refused(ValueError, r"key<rbg> other: uint32\(4,\) there, nothing wanted", checkpoints.restore, 3, tree)
+        tree["other"] = jax.random.key(1, impl="rbg")
         for each in (reader, checkpoints):  # a reader that was there before, too
             assert each.latest() == 3
             assert same(each.restore(3, jax.eval_shape(lambda: tree)), tree)
