@@ -526,6 +526,9 @@ OF_ONE_LANE |= {
             lambda i: jax.lax.broadcasted_iota(int, (4, 2), 0)[:, 0],
         )
     ),
+    "within its own numbers": lambda x: jax.lax.map(
+        lambda x: jax.lax.clamp(x[0], jnp.arange(4.0), x[1])[:, None].sum(), x
+    ),
     "at tuples of places": lambda x: (
         x[tuple(jnp.stack([jnp.arange(4), jnp.argmax(x, 1)]))]
         + jnp.zeros((4, 4)).at[tuple(jnp.stack([jnp.arange(4), jnp.argmax(x, 1)], 1).T)].set(x[:, 0]).sum(1)

@@ -296,7 +296,7 @@ def _moved(eqn, number, of) -> list[Any] | None:
 
 def _single(name, params, number, of, before, after, eqn):
     if name in kinds.ELEMENTWISE or name in BY_ELEMENT:
-        return of
+        return of.reshape(of.shape or (1,) * len(after))  # a number meets arrays, as in a clamp or a choice of all
     if name == "broadcast_in_dim":
         return _put(of, dict(enumerate(params["broadcast_dimensions"])), len(after))
     if name == "transpose":
