@@ -526,6 +526,9 @@ OF_ONE_LANE |= {
             lambda i: jax.lax.broadcasted_iota(int, (4, 2), 0)[:, 0],
         )
     ),
+    "no numbers": lambda x: (
+        x[:, 0] + jnp.repeat(x, 0).sum() + x[:0].sum() + x[:, :0].sum(1) + x[:, jnp.arange(0)].sum(1)
+    ),
     "within its own numbers": lambda x: jax.lax.map(
         lambda x: jax.lax.clamp(x[0], jnp.arange(4.0), x[1])[:, None].sum(), x
     ),

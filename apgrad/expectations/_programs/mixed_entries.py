@@ -382,6 +382,8 @@ def _reshaped(of, before, after):
     last = same(before[first:][::-1], after[first:][::-1])
     lead, within, rest = of.shape[:first], of.shape[first : of.ndim - last], of.shape[of.ndim - last :]
     inner, outer = before[first : of.ndim - last], after[first : len(after) - last]
+    if 0 in after:
+        return np.full((1,) * len(after), NONE)
     if all(n == 1 for n in within):
         return of.reshape(*lead, *[1] * len(outer), *rest)
     if _is_long((*lead, *inner, *rest)):
