@@ -71,7 +71,8 @@ def linearized(
     made = linearity(back, kept + [LINEAR] * len(messages)) if looks else []
     is_linear = {ZERO, LINEAR}.issuperset(made)
     graph = PullbackGraph(back, len(leaves))
-    of_messages = all(v in graph.dependent or fact == ZERO for v, fact in zip(back.jaxpr.outvars, made, strict=False))
+    follows = lambda v: not graph.dependent.isdisjoint(jaxprs.variables([v]))
+    of_messages = all(fact == ZERO or follows(v) for v, fact in zip(back.jaxpr.outvars, made, strict=False))
     if not (is_linear or (exact and of_messages)):
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "

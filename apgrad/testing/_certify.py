@@ -170,7 +170,9 @@ def _exactly(function, args):
 
 
 def _largest(tree) -> float:
-    return max((float(np.max(np.abs(x))) for x in jax.tree.leaves(tree) if np.size(x)), default=0.0)
+    """The largest finite size of an element."""
+    sizes = (np.max(np.abs(x), initial=0.0, where=np.isfinite(x)) for x in jax.tree.leaves(tree))
+    return float(max(sizes, default=0.0))
 
 
 def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
@@ -253,7 +255,7 @@ def _same(name: str, function, expected, *, rtol: float, usual: Any) -> Check:
     def far_of(most, a, b):  # `a` and `b` are trees where they are derivatives of a leaf
         distances = jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), a, b)
         pairs = zip(jax.tree.leaves(distances), jax.tree.leaves(b), strict=True)
-        return max((_largest(d) / max(_largest(x), most, floor) for d, x in pairs), default=0.0)
+        return max((np.max(np.abs(d), initial=0.0) / max(_largest(x), most, floor) for d, x in pairs), default=0.0)
 
     far = max(jax.tree.leaves(jax.tree.map(far_of, usual, got, expected)), default=0.0)
     same = bool(far <= rtol)

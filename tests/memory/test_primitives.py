@@ -49,6 +49,8 @@ def own_rule(h):
 
 
 own_rule.defvjp(lambda h: (2 * h, jnp.cos(h)), lambda c, m: (m * c,))
+scaled = jax.custom_vjp(lambda a, h: a * h)
+scaled.defvjp(lambda a, h: (a * h, a), lambda a, m: (0.0, a * m))
 
 # h is (8, 8), the result (8, 32).
 BETWEEN = {
@@ -69,6 +71,7 @@ BETWEEN = {
     "relu": lambda h: spread(jax.nn.relu(h)),
     "custom_jvp": lambda h: spread(straight_through(h)),
     "custom_vjp": lambda h: spread(jax.vmap(own_rule)(h)),
+    "custom_vjp, without a message": lambda h: spread(scaled(jnp.mean(h), h)),
     "bitcast": lambda h: spread(lax.bitcast_convert_type(lax.bitcast_convert_type(h, jnp.int32) & ~0xFFFFF, h.dtype)),
     "gather": lambda h: spread(h)[jnp.clip(h[:, 0] * 4, 0, 7).astype(jnp.int32)],
     "dynamic_slice": lambda h: spread(lax.dynamic_slice(jnp.tile(h, (2, 1)), (h[0, 0].astype(jnp.int32), 0), (8, 8))),

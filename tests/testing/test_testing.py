@@ -259,6 +259,16 @@ def test_estimates_that_are_zero_but_for_rounding_are_the_same():
     assert ap.testing.certify(mostly_zero, THETA, THETA, key=key, num_estimates=20_000, resolution=0.2).passed
 
 
+def test_what_is_no_number_in_one_of_several_arrays_is_no_scale():
+    def estimate(key, p):
+        noise = lambda key: 1 + 0.01 * jax.random.normal(key)
+        (first, second), bad = jax.random.split(key), 0.0 if isinstance(key, jax.core.Tracer) else jnp.nan
+        return {"a": 2 * p["a"] * noise(first), "b": 2 * p["b"] * noise(second) + bad}
+
+    theta = {"a": 1.0, "b": 1.0}
+    not_certified("FAIL  jit         other", estimate, lambda p: p["a"] ** 2 + p["b"] ** 2, theta, num_estimates=1000)
+
+
 def test_a_small_array_that_a_transformation_changes_is_found_and_roundings_of_zero_are_not():
     def estimate(under_vmap):
         small = jax.custom_batching.custom_vmap(lambda x: 0 * x + 2.0 * (under_vmap < 0))
