@@ -23,8 +23,9 @@ from apgrad._programs.flow import flow, steady
 from apgrad._programs.jaxprs import Parameters, Program, nested, opened, run
 from apgrad.expectations._programs.leading_axes import ALONG, BY_ELEMENT, OF_MATRICES, REDUCTIONS
 
-NONE, SEVERAL = -1, -2  # in place of an entry's number; numbers below stand for the entry of a loop's step
-MOST = 2**22  # arrays of more numbers are not written out
+# In place of an entry's number: it depends on no entry, or on several. Lower numbers are the entry of a loop's step.
+NONE, SEVERAL = -1, -2
+_MOST = 2**22  # arrays of more numbers are not written out
 _LEAST, _LARGEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
@@ -49,33 +50,32 @@ def _of(array):
     return None if array is None or not (array != NONE).any() else Entries(array)
 
 
-@functools.cache
 def _each(axis, size, ndim):
-    return Entries(np.arange(size, dtype=np.int32).reshape([size if a == axis else 1 for a in range(ndim)]))
+    return Entries(np.arange(size).reshape([size if a == axis else 1 for a in range(ndim)]))
 
 
-def _is_long(shape):  # or of a size that is not known, in an export
-    return not all(isinstance(n, int | np.integer) for n in shape) or math.prod(shape) > MOST
+def _is_long(shape):  # or has a size that is a symbol, as an export may have
+    return not all(isinstance(n, int | np.integer) for n in shape) or math.prod(shape) > _MOST
+
+
+def _everywhere(number, shape):
+    return np.full((1,) * len(shape), number)
 
 
 def _array(fact, shape):
-    return np.full((1,) * len(shape), NONE) if fact is None else fact.of
-
-
-def _several(shape):
-    return Entries(np.full((1,) * len(shape), SEVERAL, np.int32))
+    return fact.of if isinstance(fact, Entries) else _everywhere(NONE, shape)
 
 
 def _both(one, other):
     if one.shape == other.shape and (one == other).all():
         return one
     shape = np.broadcast_shapes(one.shape, other.shape)
-    if math.prod(shape) > max(MOST, one.size, other.size):  # entries along different axes
-        return _several(shape).of
+    if math.prod(shape) > max(_MOST, one.size, other.size):  # entries along different axes
+        return _everywhere(SEVERAL, shape)
     return np.where((one == other) | (other == NONE), one, np.where(one == NONE, other, SEVERAL))
 
 
-def _over(of, axes):  # of what is made of all numbers along some axes, which stay with one number
+def _over(of, axes):  # for what is made of all numbers along these axes, which are then of size 1
     if all(of.shape[a] == 1 for a in axes):
         return of
     low = np.where(of == NONE, _LARGEST, of).min(tuple(axes), keepdims=True)
@@ -91,12 +91,11 @@ def _along(of, axis):
     return of.shape[axis] > 1
 
 
-def _put(of, to, ndim):  # axes to other places; those that have none have one number
+def _put(of, to, ndim):  # moves each axis a to the place to[a]; other axes have size 1, and so have other places
     kept = sorted(to, key=to.__getitem__)
     moved = of.transpose(*kept, *(a for a in range(of.ndim) if a not in to))
-    return moved.reshape(
-        [of.shape[next(a for a in kept if to[a] == n)] if n in to.values() else 1 for n in range(ndim)]
-    )
+    sizes = {to[a]: of.shape[a] for a in kept}
+    return moved.reshape([sizes.get(n, 1) for n in range(ndim)])
 
 
 class Constant(NamedTuple):  # the fact of a value that `lax.stop_gradient` holds constant
@@ -136,6 +135,10 @@ def _is_known(fact):
     return isinstance(fact, Indices) and fact.make is not None
 
 
+def _entries(fact):
+    return fact if isinstance(fact, Entries) else None
+
+
 def _unsure(fact):  # of what may be something else
     return (ANY_INDICES if fact.varies else None) if isinstance(fact, Indices) else fact
 
@@ -167,9 +170,8 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
 
     def transfer(eqn, facts):
         nonlocal found
-        name, params, shapes = eqn.primitive.name, eqn.params, [v.aval.shape for v in eqn.invars]
-        moving = [fact.fact if isinstance(fact, Columns | Placed) else fact for fact in facts]
-        moving = [fact if isinstance(fact, Entries) else None for fact in moving]
+        name, params = eqn.primitive.name, eqn.params
+        moving = [_entries(fact.fact if isinstance(fact, Columns | Placed) else fact) for fact in facts]
         if (inside := nested(eqn)) is not None:
             if inside.kind == "cond" and moving[0] is not None:
                 return decided(eqn, moving[0], [walk(branch, facts[1:]) for branch in inside.jaxprs])
@@ -178,9 +180,9 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
             counts, solve = params["const_lengths"], opened(params["jaxprs"].solve)
             first = counts.matvec + counts.vecmat
             return walk(solve, [*facts[first : first + counts.solve], *facts[sum(counts) :]])
-        constant = [fact.fact if isinstance(fact, Constant) else None for fact in facts]
         if name == "mark" and params["kind"] in (start, *ends) and params["label"] > axis:
-            each = _each(axis, shapes[0][axis], len(shapes[0]))
+            shape = eqn.invars[0].aval.shape
+            each = _each(axis, shape[axis], len(shape))
             found |= moving[0] is not None and bool(((moving[0].of != NONE) & (moving[0].of != each.of)).any())
             if params["kind"] is start:
                 return [each]
@@ -190,18 +192,18 @@ def mixes_entries(program: Program, start: enum.Enum, ends: tuple[enum.Enum, ...
         if name == "concatenate":
             made = [_columns(eqn, facts, made[0])]
         if not any(made):
-            made = [*map(_constant, _made(eqn, [c if isinstance(c, Entries) else None for c in constant], facts))]
+            constant = [_entries(fact.fact) if isinstance(fact, Constant) else None for fact in facts]
+            made = [*map(_constant, _made(eqn, constant, facts))]
         if not all(made) and (places := _indices(eqn, facts)):
             made = [fact or place for fact, place in zip(made, places, strict=True)]
         return [Placed(fact) if _is_placed(eqn, facts, fact) else fact for fact in made]
 
     def decided(eqn, by, branches):  # what a branch returns depends on the entries that chose it; a key says nothing
-        made = [functools.reduce(join, facts) for facts in zip(*branches, strict=True)]
-        of = [
-            _array(f if isinstance(f, Entries) else None, v.aval.shape) for f, v in zip(made, eqn.outvars, strict=True)
-        ]
-        is_key = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars]
-        return [f if key else Entries(_both(of, by.of)) for f, key, of in zip(made, is_key, of, strict=True)]
+        def chosen(var, facts):
+            fact, is_key = functools.reduce(join, facts), jnp.issubdtype(var.aval.dtype, jax.dtypes.extended)
+            return fact if is_key else Entries(_both(_array(fact, var.aval.shape), by.of))
+
+        return [*map(chosen, eqn.outvars, zip(*branches, strict=True))]
 
     def over_entries(scan, facts):  # if steps have entries; what a step hands on depends on those before, too
         (same, carried, _), (body,) = scan.counts, scan.jaxprs
@@ -273,14 +275,13 @@ def _made(eqn, given, facts) -> list[Any]:
     moved = [_moved(eqn, n, fact.of) for n, fact in enumerate(given) if fact is not None]
     known = [each for each in moved if each is not None]
     if not known:
-        return [*map(_several, outs)] if all(map(_is_mixed, given)) else [None] * len(outs)
+        return [Entries(_everywhere(SEVERAL, out)) if all(map(_is_mixed, given)) else None for out in outs]
     return [_of(functools.reduce(_both, each)) for each in zip(*known, strict=True)]
 
 
 # For each output the numbers of entries that come from one operand; None where that is not known.
 def _moved(eqn, number, of) -> list[Any] | None:
     name, params, outs = eqn.primitive.name, Parameters(eqn), [v.aval.shape for v in eqn.outvars]
-    before, after = eqn.invars[number].aval.shape, outs[0] if outs else ()
     if name == "split":
         starts = np.cumsum([0, *params["sizes"]])
         return [_cut(of, params["axis"], *pair) for pair in itertools.pairwise(starts)]
@@ -290,11 +291,13 @@ def _moved(eqn, number, of) -> list[Any] | None:
         rank = 1 if name == "lu_pivots_to_permutation" or (name, number) == ("householder_product", 1) else 2
         whole = _over(of, range(of.ndim - rank, of.ndim))
         return [whole.reshape(*of.shape[: of.ndim - rank], *[1] * (len(out) - of.ndim + rank)) for out in outs]
-    made = _single(name, params, number, of, before, after, eqn)
+    made = _alike(eqn, number, of) if outs else None
     return None if made is None else [made] * len(outs)
 
 
-def _single(name, params, number, of, before, after, eqn):
+def _alike(eqn, number, of):  # of an equation whose outputs are all alike
+    name, params, after = eqn.primitive.name, Parameters(eqn), eqn.outvars[0].aval.shape
+    before = eqn.invars[number].aval.shape
     if name in kinds.ELEMENTWISE or name in BY_ELEMENT:
         return of.reshape(of.shape or (1,) * len(after))  # a number meets arrays, as in a clamp or a choice of all
     if name == "broadcast_in_dim":
@@ -320,7 +323,7 @@ def _single(name, params, number, of, before, after, eqn):
     if name in REDUCTIONS:
         gone = tuple(a for a in params["axes"] if not isinstance(a, str))
         return _over(of, gone).squeeze(gone)
-    if name in ("sort", "top_k") or name.startswith("cum"):
+    if name in ALONG:
         return _over(of, np.ravel(params[ALONG[name]]).tolist())
     if name == "fft":
         return _over(of, range(of.ndim - len(params["fft_lengths"]), of.ndim))
@@ -383,7 +386,7 @@ def _reshaped(of, before, after):
     lead, within, rest = of.shape[:first], of.shape[first : of.ndim - last], of.shape[of.ndim - last :]
     inner, outer = before[first : of.ndim - last], after[first : len(after) - last]
     if 0 in after:
-        return np.full((1,) * len(after), NONE)
+        return _everywhere(NONE, after)
     if all(n == 1 for n in within):
         return of.reshape(*lead, *[1] * len(outer), *rest)
     if _is_long((*lead, *inner, *rest)):
@@ -438,7 +441,7 @@ def _is_apart(place, axis):  # whether no index along the axis is there twice
 def _read(eqn, given, facts):  # what is gathered: of the entries that say where, and of those that are there
     how, sizes = Parameters(eqn)["dimension_numbers"], Parameters(eqn)["slice_sizes"]
     (operand, places), after = [v.aval.shape for v in eqn.invars], eqn.outvars[0].aval.shape
-    apart, made = [a for a in range(len(after)) if a not in how.offset_dims], np.full((1,) * len(after), NONE)
+    apart, made = [a for a in range(len(after)) if a not in how.offset_dims], _everywhere(NONE, after)
     if given[1] is not None:
         of = _over(given[1].of, [len(places) - 1])
         made = _put(of, dict(enumerate(apart)), len(after))
@@ -455,9 +458,10 @@ def _read(eqn, given, facts):  # what is gathered: of the entries that say where
     columns, axes = [_index(facts[1], n) for n in cut], [how.start_index_map[n] for n in cut]
     if len(cut) == 1 and _is_known(columns[0]) and sizes[axes[0]] == 1:
         (axis,), values = axes, np.clip(np.asarray(columns[0].values)[..., 0], 0, operand[axes[0]] - 1)
-        if math.prod(a := (*values.shape, *of.shape)) // a[values.ndim + axis] > MOST:
+        of, ahead = np.moveaxis(of, axis, 0), values.ndim
+        if _is_long((*values.shape, *of.shape[1:])):
             return made
-        of, ahead = np.moveaxis(of, axis, 0)[values], values.ndim
+        of = of[values]
         rest = {n + ahead: to[a] for n, a in enumerate(a for a in range(len(operand)) if a != axis) if a in to}
         return made if how.operand_batching_dims else _both(made, _put(of, dict(enumerate(apart)) | rest, len(after)))
     for axis, place in zip(axes, columns, strict=True):
@@ -465,7 +469,7 @@ def _read(eqn, given, facts):  # what is gathered: of the entries that say where
             continue
         # Fewer indices may be those of a part that stays by itself.
         if _is_mixed(place) or operand[axis] in places[:-1]:
-            return _several(after).of
+            return _everywhere(SEVERAL, after)
     return made
 
 
@@ -476,7 +480,7 @@ def _sliced(eqn, given, indices):  # `dynamic_slice`
     for axis, place in enumerate(indices):
         if of is not None and _along(of, axis) and after[axis] != before[axis]:
             if _is_mixed(place):
-                return _several(after).of
+                return _everywhere(SEVERAL, after)
             start = np.clip(int(place.values), 0, before[axis] - after[axis]) if _is_known(place) else None
             of = None if start is None else _cut(of, axis, start, start + after[axis])
     return np.broadcast_to(made, (1,) * len(after)) if of is None else _both(of, made)
@@ -484,7 +488,7 @@ def _sliced(eqn, given, indices):  # `dynamic_slice`
 
 def _somewhere(of, new, indices):  # what is written, in places that are not known, may be in its own place
     by = [fact.of.reshape((1,) * of.ndim) for fact in indices if fact is not None and fact.of.size == 1]
-    return _several(of.shape).of if any(map(_is_mixed, (new, *indices))) else functools.reduce(_both, by, of)
+    return _everywhere(SEVERAL, of.shape) if any(map(_is_mixed, (new, *indices))) else functools.reduce(_both, by, of)
 
 
 def _updated(eqn, given, facts):  # `dynamic_update_slice`
@@ -507,7 +511,9 @@ def _scattered(eqn, given, facts):  # `scatter` and its like
     axis, of, ndim = _written(eqn, whole, facts[1]), _array(given[0], shapes[0]), len(shapes[0])
     if not _is_known(facts[1]) or any(map(_is_long, shapes)) or (sure and axis not in (None, SEVERAL)):
         if axis is not None:
-            of = _several(shapes[0]).of if axis == SEVERAL else _both(of, _each(axis, shapes[0][axis], ndim).of)
+            of = (
+                _everywhere(SEVERAL, shapes[0]) if axis == SEVERAL else _both(of, _each(axis, shapes[0][axis], ndim).of)
+            )
         return _somewhere(of, given[2], given[1:2])
     places = Parameters(eqn)["dimension_numbers"]
     replaces, new = eqn.primitive.name == "scatter", _array(given[2], shapes[2])
