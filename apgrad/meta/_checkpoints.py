@@ -150,7 +150,7 @@ def _arrays(tree):
     return {name: data(name, leaf) for name, leaf in sorted(_named(tree).items())}
 
 
-def _named(tree):  # a key draws by its implementation, too
+def _named(tree):  # the dtype of a key says which implementation draws: keys of two of them may have equal data
     return {f"{leaf.dtype} {name}" if _is_key(leaf) else name: leaf for name, leaf in named_leaves(tree).items()}
 
 

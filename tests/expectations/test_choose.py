@@ -170,6 +170,7 @@ def program(row):
 
 @rows
 def test_two_choices_in_a_scan_have_the_exact_gradient_of_four_models(row):
+    assert row.estimator.bias == "none" and row.estimator.assumptions
     theta, models = jnp.asarray(THETA, "float32"), jnp.asarray(MODELS, "float32")
     by_model = jax.vmap(ap.grad(program(row), 20), (None, None, 0))
     ap.testing.assert_unbiased(lambda key: by_model(key, theta, models), truth(row.family), KEY, 1_000)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from apgrad import meta
 from experiments import harness, rad_noise, rad_paths, rad_pde, rad_prediction, rad_table1, rad_training
 from experiments.benchmarks import accelerator, planning
 from experiments.parts import rad_networks
@@ -159,6 +160,13 @@ def test_a_killed_pde_cell_goes_on(run, tmp_path, monkeypatch):
     run(rad_pde, options)
     assert saves == [20, 40] and curve("run") == curve("whole")
     assert not list((tmp_path / "run" / "cells").glob("*.npz"))
+
+
+def test_images_fall_back_to_digits(monkeypatch):
+    monkeypatch.delenv("APGRAD_DATA", raising=False)
+    found = meta.data.load_bytes("mnist", or_digits=True)
+    assert found.name == "digits" and found.description.startswith("digits IN PLACE OF mnist")
+    refused(ValueError, "name must be one of", meta.data.load_bytes, "imagenet", or_digits=True)
 
 
 def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():

@@ -244,12 +244,12 @@ NARROW = LINE._replace(step=lambda th, s: (s, th.astype(jnp.bfloat16)), final=la
 
 @pytest.mark.parametrize("name", ALL)
 def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name):
-    one = jnp.ones(())
+    one, of_pairs = jnp.ones(()), LINE._replace(step=lambda th, s: (s, (s, s)))
     cases = [
         (r"the loss of a step is a real scalar, got float32\(3,\)", LINE, jnp.ones(3)),
         ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), one),
         ("the final loss is a real scalar, got None", LINE._replace(final=lambda th, s: None), one),
-        ("loss of a step is a real scalar, got a tuple of 2", LINE._replace(step=lambda th, s: (s, (s, s))), one),
+        ("the loss of a step is a real scalar, got a tuple of 2", of_pairs, one),
         (r"step returns the pair \(state, loss\), got an array", LINE._replace(step=lambda th, s: s), one),
         (r"theta\['n'\] has dtype int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
         (r"theta\['n'\] has dtype int32", LINE, {"x": 1.0, "n": 1}),
