@@ -104,6 +104,7 @@ def clip_lanes(
     return channels.put(tape, port, last, what), x
 
 
+@jax.numpy_dtype_promotion("standard")  # of complex messages and real lengths
 def _backward(memory, messages):
     (living, log_factor, folds), (message, last) = memory, messages
     shape, leaves = living.shape, [m for m in jax.tree.leaves(message) if is_inexact(m)]
@@ -114,7 +115,9 @@ def _backward(memory, messages):
 
     def direction(m):
         m = m.astype(np.promote_types(m.dtype, log_factor.dtype))
-        return jnp.where(over(infinite, m.ndim), jnp.where(jnp.isinf(m), jnp.sign(m), 0), m / over(scale, m.ndim))
+        infinities = lambda x: jnp.where(jnp.isinf(x), jnp.sign(x), 0)
+        ends = lax.complex(infinities(m.real), infinities(m.imag)) if jnp.iscomplexobj(m) else infinities(m)
+        return jnp.where(over(infinite, m.ndim), ends, m / over(scale, m.ndim))
 
     squares = sum(jnp.sum(jnp.square(jnp.abs(direction(m))).reshape(*shape, -1), -1) for m in leaves)
     half = jnp.log(jnp.where(usable | infinite, squares, 1)) / 2

@@ -116,6 +116,9 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         refuse(f"its samples have dtype {x.dtype}")
     if has_rsample:
+        for bend in (bend for part in parts for bend in supports.transforms_of(part) if isinstance(bend, _BENDING)):
+            why = f"{type(bend).__name__} bends the way of a sample, and no sample shows the second derivative there"
+            x = refuse_second_derivative(x, f"{what}: {why}. Use likelihood_ratio(), as of a FoldedDistribution")
         return x
     x, univariate = lax.stop_gradient(x), widened(distribution)  # JAX's cdfs take no bfloat16
     while isinstance(univariate, supports.WRAPPERS):  # they have no cdf, and their samples are those of what they wrap
@@ -464,6 +467,7 @@ _LOC_SCALE += (dist.AsymmetricLaplace, dist.AsymmetricLaplaceQuantile)
 _AROUND = (*supports.WRAPPERS, dist.LeftTruncatedDistribution, dist.RightTruncatedDistribution)
 _AROUND += (dist.TwoSidedTruncatedDistribution, dist.FoldedDistribution)
 _SMOOTH_MOVES = (to.AffineTransform, to.ExpTransform, to.SigmoidTransform, to.LowerCholeskyAffine)
+_BENDING = (to.AbsTransform, to.L1BallTransform)
 _KINKED = (dist.Laplace, dist.AsymmetricLaplace)  # at their location; other densities are smooth inside the support
 _UNIT = (type(constraints.unit_interval), type(constraints.simplex))
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)

@@ -106,6 +106,17 @@ def test_what_does_not_count_for_the_typical_lane():
     assert np.isposinf(got[0, 0]) and not got[1:].any() and counts.tolist() == [0, 1]
 
 
+def test_a_complex_number_is_cut_as_two_real_ones():
+    m = lognormal(LANES, 2).at[0, 0].set(jnp.inf)
+
+    def program(tape, x):
+        tape, z = ap.clip_lanes(tape, jax.lax.complex(x[:, 0], x[:, 1]), 2.0)
+        return tape.cost(m[:, 0] * z.real + m[:, 1] * z.imag)
+
+    got = jax.jit(ap.grad(program, LANES, check_nan=False))(KEY, jnp.zeros_like(m)) * LANES
+    np.testing.assert_allclose(got, formula(m)[0], rtol=2e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"cross_fit": True}, {"data": 5}], ids=str)
 def test_only_growth_is_cut(options):
     """A chain of four calls of random gains: the lengths at the last call, or T, bound those at the earlier ones."""

@@ -324,6 +324,13 @@ def test_the_refusal_of_a_scale_around_a_kink_says_where_to_write_it():
     np.testing.assert_allclose(jax.jit(second(within))(0.0), -2.0, rtol=1e-6)  # of -s - exp(-s) |x|
 
 
+@pytest.mark.parametrize("fold", [to.AbsTransform(), to.L1BallTransform()], ids=lambda fold: type(fold).__name__)
+def test_a_sampler_with_a_kink_has_no_second_derivative(fold):
+    path = lambda t: jnp.sum(distributions.pathwise_sample("RP", transformed(pair(normal(t)), fold), KEY))
+    assert np.isfinite(jax.jit(jax.grad(path))(0.3))
+    refused(TypeError, f"{type(fold).__name__} bends", jax.eval_shape, jax.grad(jax.grad(path)), 0.3)
+
+
 MENDED = [
     (dist.BernoulliLogits, "logits", {}),
     (dist.BinomialLogits, "logits", {"total_count": 3}),
