@@ -240,7 +240,7 @@ def _over_devices(eqn: Any, x: jax.Array) -> jax.Array:
     if eqn.params.get("axis_index_groups") is not None:
         raise NotImplementedError(f"{eqn.primitive.name} has axis_index_groups")
     for name in Parameters(eqn)["axes"]:
-        x = _REDUCTIONS[eqn.primitive.name](jax.lax.all_gather(x, name), axis=0)
+        x = _REDUCTIONS[eqn.primitive.name](jax.lax.all_gather(x, name), axis=0).astype(x.dtype)
     return x
 
 

@@ -44,7 +44,8 @@ def drawn(x):
 
 
 def divided(x, w):
-    return lax.psum(jnp.tanh(x @ w), "m") + lax.axis_index("d")
+    large = lax.psum(jnp.where(x[0, 0] < 9, jnp.int8(100), jnp.int8(0)), ("d", "m"))  # 800 is no int8
+    return lax.psum(jnp.tanh(x @ w), "m") + lax.axis_index("d") + large.astype(x.dtype)
 
 
 def smooth(x, w):
