@@ -51,6 +51,7 @@ class _Leaf(NamedTuple):
     """One array of the estimate: samples (n, elements), and each element's truth, mean and standard error."""
 
     name: str
+    exponent: int  # all numbers are divided by 2**exponent, so that the largest's square is a float64 number
     shape: tuple[int, ...]
     samples: np.ndarray
     truth: np.ndarray
@@ -59,10 +60,14 @@ class _Leaf(NamedTuple):
     rounded: np.ndarray  # off by rounding alone in every sample
     exact: np.ndarray  # off by rounding alone in every sample, or in the mean
 
+    def sized(self, x: Any) -> Any:
+        return np.ldexp(x, self.exponent)
+
     def mean_of(self, index: int) -> str:
         at = np.unravel_index(index, self.shape)
         where = self.name + (str(list(map(int, at))) if self.shape else "")
-        mean = f"mean {self.mean[index]} ± {self.error[index]} against {self.truth[index]}"
+        mean, error, truth = (self.sized(x[index]) for x in (self.mean, self.error, self.truth))
+        mean = f"mean {mean} ± {error} against {truth}"
         return f"biased{' at ' + where if where else ''}: {mean}"
 
     def words(self, index: int, off: float, bound: float) -> str:
@@ -83,6 +88,7 @@ def distance(samples: Any, truth: Any, bound: float) -> Distance:
     found, dense = [Distance(0.0, bound, "no elements")], []
     for leaf in leaves:
         unlike = np.sum(leaf.samples != np.median(leaf.samples, axis=0), axis=0)
+        found.append(Distance(0.0, bound, "", float(leaf.sized(ROUNDING * np.linalg.norm(leaf.truth)))))
         few = unlike < min(NEEDED, len(leaf.samples) - 1)
         dense.append((leaf, np.flatnonzero(~few)))
         together = unlike.sum() >= NEEDED and len(few) > 1
@@ -111,12 +117,14 @@ def _leaves(samples, truth) -> Iterator[_Leaf]:
             raise ValueError(f"the truth{name} is not finite, so that nothing can be compared with it: {wanted}")
         if wanted.size == 0:
             continue
-        flat, wanted = x.reshape(len(x), -1), wanted.reshape(-1)
+        largest = max(np.max(np.abs(y), initial=0.0, where=np.isfinite(y)) for y in (x, wanted))
+        exponent = int(np.frexp(largest)[1])
+        flat, wanted = (np.ldexp(y, -exponent) for y in (x.reshape(len(x), -1), wanted.reshape(-1)))
         with np.errstate(invalid="ignore"):
             mean, error = flat.mean(0), flat.std(0, ddof=1) / np.sqrt(len(flat))
             exact = np.abs(mean - wanted) <= ROUNDING * np.abs(wanted)
         rounded = _rounded(flat, wanted)
-        yield _Leaf(name, x.shape[1:], flat, wanted, mean, error, rounded, exact | rounded)
+        yield _Leaf(name, exponent, x.shape[1:], flat, wanted, mean, error, rounded, exact | rounded)
 
 
 def _rounded(samples: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -144,7 +152,8 @@ def _largest(dense, level: float) -> Distance:
     at = int(np.argmax(T))
     off, bound = float(_student(T[at], m)), float(-special.stdtrit(m - 1, level / k / 2))
     leaf, index = [(leaf, index) for leaf, where in dense for index in where][at]
-    return Distance(off, bound, leaf.words(index, off, bound), bound * float(np.max(joined(lambda leaf: leaf.error))))
+    visible = bound * float(np.max(joined(lambda leaf: leaf.sized(leaf.error))))
+    return Distance(off, bound, leaf.words(index, off, bound), visible)
 
 
 def _student(T: Any, m: int) -> Any:
@@ -165,13 +174,13 @@ def _together(leaf: _Leaf, level: float, seen: bool) -> Distance:
     z, freedom = G.sum() / np.sqrt(second), 8 / max(third / second**1.5, 1e-3) ** 2
     chance = special.chdtrc(freedom, max(freedom + np.sqrt(2 * freedom) * z, 0))
     off = float(-special.ndtri(chance / 2))
-    rms = np.sqrt(np.mean((leaf.mean - leaf.truth) ** 2))
+    rms = leaf.sized(np.sqrt(np.mean((leaf.mean - leaf.truth) ** 2)))
     words = (
         f"biased{' at ' + leaf.name if leaf.name else ''}: the {len(leaf.mean)} means are off by {rms:.3g} (root mean "
         f"square), together {off:.1f} standard errors ({len(leaf.samples)} samples; {bound:.2g} are chance)"
     )
     visible = np.sqrt(bound * np.sqrt(second) / len(leaf.mean)) / len(leaf.samples)
-    return Distance(off, bound, words, float(visible) if seen else 0.0)
+    return Distance(off, bound, words, float(leaf.sized(visible)) if seen else 0.0)
 
 
 def _alone(leaf: _Leaf, few: np.ndarray, level: float, bound: float) -> Distance:
@@ -182,4 +191,5 @@ def _alone(leaf: _Leaf, few: np.ndarray, level: float, bound: float) -> Distance
     off = bound * np.abs(leaf.mean - leaf.truth) / np.maximum(allowed, TINY)
     off = np.where(few & ~leaf.exact, off, 0.0)
     index = int(np.argmax(off))
-    return Distance(float(off[index]), bound, leaf.words(index, off[index], bound), float(np.max(allowed[few])))
+    visible = float(leaf.sized(np.max(allowed[few])))
+    return Distance(float(off[index]), bound, leaf.words(index, off[index], bound), visible)

@@ -98,7 +98,8 @@ def choose(
     drawn = jax.eval_shape(lambda key: distributions.sample(distribution, key), key)
     form, program = _form(what, continuation, jax.eval_shape(seen, drawn), args)
     x, cost = _pair(what, estimator.estimate(distribution, key, costs), drawn)
-    cost = mark(cost, Mark.CHOSEN, 0) if tape._require_current(what).collecting else cost
+    collecting = tape._require_current(what).collecting
+    cost = mark(cost, Mark.CHOSEN, 0) if collecting else channels.drawn(tape, cost, False)
     x = channels.drawn(tape, lax.stop_gradient(x), bool(jax.tree.leaves(form)))
     if estimator.relaxed:
         _warn_of_jumps(what, program)

@@ -1,13 +1,11 @@
 """Certificates: a function that claims to be a gradient is one, and behaves as JAX functions do.
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
-* `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else the verdict is "undecided".
-  Where the gradient is 0, the certificate says which bias would be seen.
+* `resolution`: a bias of a tenth of the gradient would be seen, or all is "undecided". Of 0 it says which would be.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed.
-* `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
-  a sum of estimates that a `scan` makes, where JAX may drop custom rules (see `_ground/primitives.py`). Under `vmap`
-  floating-point arguments differ from copy to copy by 1/64, so that a function that mixes copies is found.
+* `jit`, `vmap`, `scan`: the estimate for a key is the same under each; under `vmap` copies' arguments differ by 1/64.
+  With order two the derivative of a `scan`, where JAX may drop custom rules, is the same as under `vmap`.
 * `keys`: an estimate is a function of its key, consumes no key twice (`jax.debug_key_reuse`), and is not the same for
   every key, unless `max_variance=0` claims that it is exact.
 """
@@ -24,7 +22,7 @@ from scipy import special
 from apgrad._ground import bias
 from apgrad._ground.arguments import number, require_one_of, unlike
 from apgrad.testing._moments import STANDARD_ERRORS, Moments, draw, moments_of
-from apgrad.testing._transformable import nearby, stacked
+from apgrad.testing._transformable import largest, nearby, stacked
 
 __all__ = ["Certificate", "Check", "NotCertifiedError", "certify"]
 
@@ -101,7 +99,7 @@ def certify(
       batch_size: how many estimates are computed at once.
       rtol: how far estimates may differ between compilations, relative to each array's largest element or mean
         size; ten float32 roundings of the largest of all arrays always pass, since zeros may come out as roundings.
-      key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
+      key_reuse: whether to look for keys that are used twice, by JAX's checker (experimental; blind to `fold_in`).
 
     Raises:
       NotCertifiedError: an `AssertionError` that names the tests that failed. "Undecided" means that `resolution` alone
@@ -149,7 +147,7 @@ def certify(
             checks += _unbiased("order two", curvature, _exactly(jax.hessian(truth), args), resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     # Few estimates are compared, and all of them may be zero but for rounding.
-    usual = jax.tree.map(lambda x: _largest(np.mean(np.abs(x), axis=0)), samples)
+    usual = jax.tree.map(lambda x: largest(np.mean(np.abs(x), axis=0)), samples)
     checks += _transformations(estimate, args, keys, functools.partial(_same, rtol=rtol, usual=usual), order)
     certain = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
     checks.append(_keys(estimate, args, keys[0], key_reuse, samples, certain))
@@ -169,17 +167,11 @@ def _exactly(function, args):
         return jax.tree.map(np.asarray, function(*jax.tree.map(widen, args)))
 
 
-def _largest(tree) -> float:
-    """The largest finite size of an element."""
-    sizes = (np.max(np.abs(x), initial=0.0, where=np.isfinite(x)) for x in jax.tree.leaves(tree))
-    return float(max(sizes, default=0.0))
-
-
 def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     worst, number = bias.distance(samples, truth, STANDARD_ERRORS), len(jax.tree.leaves(samples)[0])
     right = worst.off <= worst.bound
     yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
-    scale, visible = _largest(truth), worst.visible
+    scale, visible = largest(truth), worst.visible
     average = "; of elements that few samples reach, in their root mean square" if worst.on_average else ""
     if not right:
         return
@@ -189,7 +181,7 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     of = " of the largest element" if sum(map(np.size, jax.tree.leaves(truth))) > 1 else ""
     words = f"a bias of {100 * visible / scale:.2g} %{of} would be seen{average}"
     if visible > resolution * scale:
-        needed = number * (visible / (resolution * scale)) ** 2
+        needed = number * min(visible / (resolution * scale), 1e9) ** 2
         digit = 10 ** max(0, int(np.log10(needed)) - 1)  # two digits say enough
         about = f"raise num_estimates to about {int(-(-needed // digit) * digit)}"
         advice = about if needed < 1e9 else "no number of estimates is enough"
@@ -202,7 +194,9 @@ def _variance(samples, claimed) -> Check:
     if jax.tree.structure(claimed) != jax.tree.structure(samples):
         claimed = jax.tree.map(lambda _: claimed, samples)
     joined = lambda leaves: np.concatenate([np.reshape(x, (len(x), -1)) for x in leaves], axis=1)
-    each = joined(jax.tree.leaves(samples))
+    # In units of each array's largest number, whose square may be no float64 number.
+    units = joined([np.full((1, *x.shape[1:]), largest(x) or 1.0) for x in jax.tree.leaves(samples)])
+    each = joined(jax.tree.leaves(samples)) / units
 
     def limit_of(x, claim):
         try:
@@ -211,15 +205,18 @@ def _variance(samples, claimed) -> Check:
             raise ValueError(f"max_variance is a number, or of shape {x.shape[1:]} here; got {claim!r}") from error
 
     limits = jax.tree.map(limit_of, samples, claimed)
-    mean, variance, (limit,) = each.mean(axis=0), each.var(axis=0, ddof=1), joined(jax.tree.leaves(limits))
+    mean, variance, limit = each.mean(axis=0), each.var(axis=0, ddof=1), joined(jax.tree.leaves(limits)) / units / units
     if not variance.size:
         return Check("variance", True, "no elements")
     # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
     error = np.sqrt(np.maximum(np.mean((each - mean) ** 4, axis=0) - variance**2, 0) / len(each))
-    rounding = 1e-5 * np.abs(limit) + (1e-6 * _largest(mean)) ** 2
+    limit, unit = limit[0], units[0]
+    rounding = 1e-5 * np.abs(limit) + 1e-12
     excess = np.where(variance > limit + rounding, (variance - limit) / np.maximum(error, 1e-300), 0.0)
     at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-STANDARD_ERRORS) / variance.size)
-    words = f"{variance[at]:.4g} ± {error[at]:.2g}, claimed {limit[at]:.4g}"
+    with np.errstate(over="ignore"):
+        variance, error, limit = (x[at] * unit[at] * unit[at] for x in (variance, error, limit))
+    words = f"{variance:.4g} ± {error:.2g}, claimed {limit:.4g}"
     return Check("variance", bool(excess[at] <= bound), words)
 
 
@@ -240,8 +237,8 @@ def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
     yield same("vmap", lambda: jax.jit(jax.vmap(estimate))(keys, *stacked(copies)), lanes)
     yield same("scan", lambda: jax.jit(scanned)(keys, *args), expected)
     if order == 2:
-        slope = jax.jit(jax.jacrev(estimate, argnums=1))
-        slopes = jax.tree.map(lambda x: np.sum(x, axis=0), stacked([slope(key, *args) for key in keys]))
+        slope = jax.jit(lambda keys: jax.vmap(lambda key: jax.jacrev(estimate, argnums=1)(key, *args))(keys))
+        slopes = jax.tree.map(lambda x: np.sum(x, axis=0), slope(keys))
         yield same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes)
 
 
@@ -250,12 +247,12 @@ def _same(name: str, function, expected, *, rtol: float, usual: Any) -> Check:
         got = jax.tree.map(np.asarray, function())
     except Exception as error:  # whatever a transformation raises is the finding
         return Check(name, False, f"raises {type(error).__name__}: {_first_line(error)}")
-    floor = max(bias.ROUNDING / rtol * max(_largest(expected), _largest(usual)), np.finfo(np.float32).tiny)
+    floor = max(bias.ROUNDING / rtol * max(largest(expected), largest(usual)), float(np.finfo(float).tiny))
 
     def far_of(most, a, b):  # `a` and `b` are trees where they are derivatives of a leaf
         distances = jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), a, b)
         pairs = zip(jax.tree.leaves(distances), jax.tree.leaves(b), strict=True)
-        return max((np.max(np.abs(d), initial=0.0) / max(_largest(x), most, floor) for d, x in pairs), default=0.0)
+        return max((float(np.max(abs(d), initial=0.0)) / max(largest(x), most, floor) for d, x in pairs), default=0.0)
 
     far = max(jax.tree.leaves(jax.tree.map(far_of, usual, got, expected)), default=0.0)
     same = bool(far <= rtol)

@@ -13,14 +13,14 @@ from apgrad._ground.arguments import noted
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
-    Under `vmap` it tests the gradient of each copy, and of the sum over copies. Floating-point arguments of the second
-    copy are 63/64 of the first copy's (1/64 for 0), so that a function that mixes copies is found. A NaN fails.
+    Under `vmap` it tests the gradient of each copy, and of the sum over copies. The second copy's floats are 63/64 of
+    the first's (1/64 for 0), and it counts by half, so that what mixes copies or their messages is found. A NaN fails.
 
     Args:
       function: `(*args) -> scalar`, deterministic (bind its key), differentiated with respect to the first argument.
       *args: its arguments.
       rtol: relative tolerance, for float differences between compilations.
-      atol: absolute tolerance.
+      atol: absolute tolerance; it is relative to the largest number of value and gradient where that is below 1.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -31,8 +31,9 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
     if any(np.isnan(x).any() for x in jax.tree.leaves(own)):
         raise AssertionError(f"value or gradient is NaN, so that a change cannot be seen: {own}")
     copies = [nearby(args, number) for number in range(2)]
-    lanes = stacked([own, both(*copies[1])])
-    zero = jnp.zeros_like(own[0])
+    weights, zero = jnp.array([1, 0.5], own[0].dtype), jnp.zeros_like(own[0])
+    weighted = jax.value_and_grad(lambda weight, *args: weight * function(*args), argnums=1)
+    lanes = stacked([own, weighted(weights[1], *copies[1])])
 
     def scanned(*args):
         return jax.lax.scan(lambda total, _: (total + function(*args), None), zero, length=3)[0] / 3
@@ -44,7 +45,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
         return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), *args)
 
     def summed(*batch):
-        return jnp.sum(jax.vmap(function)(*batch))
+        return jnp.sum(weights * jax.vmap(function)(*batch))
 
     variants = {
         "jit": both,
@@ -52,7 +53,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
         "scan": jax.value_and_grad(scanned),
         "cond": jax.value_and_grad(branched),
         "while_loop": lambda *args: (looped(*args), own[1]),
-        "vmap": jax.vmap(both),
+        "vmap": lambda *batch: jax.vmap(weighted)(weights, *batch),
         "the gradient of a sum over vmap": jax.value_and_grad(summed),
     }
     expected = dict.fromkeys(variants, own)
@@ -67,6 +68,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
 
     # One program for all, since compiling is what takes long.
     got = jax.jit(each)(args, stacked(copies))
+    atol *= min(1.0, largest(own))
     for name in variants:
         for pair in zip(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), strict=True):
             a, b = (np.asarray(x, np.promote_types(x.dtype, np.float64)) for x in pair)
@@ -78,6 +80,12 @@ def nearby(tree: Any, number: int) -> Any:
     kind = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     moved = lambda x: jnp.where(x == 0, number / 64, x * (1 - number / 64))
     return jax.tree.map(lambda x: moved(x) if number and kind(x) else x, tree)
+
+
+def largest(tree: Any) -> float:
+    """The largest finite size of an element."""
+    sizes = (np.max(np.abs(x), initial=0.0, where=np.isfinite(x)) for x in jax.tree.leaves(tree))
+    return float(max(sizes, default=0.0))
 
 
 def stacked(trees: list) -> Any:

@@ -111,6 +111,15 @@ def test_many_elements_raise_no_alarm_unless_they_are_biased(draws):
         assert worst.off > worst.bound, kind
 
 
+def test_the_size_of_numbers_is_of_no_account():
+    for kind, (samples, truth) in right_samples(np.random.default_rng(1), 300).items():
+        for exact in (truth, 0.7 * truth):
+            usual = bias.distance(samples, exact, 4.0)
+            for size in (2.0**-900, 2.0**900):  # of which the squares are no float64 numbers
+                found = bias.distance(size * samples, size * exact, 4.0)
+                assert (found.off, found.bound, found.visible) == (usual.off, usual.bound, size * usual.visible), kind
+
+
 def test_what_a_transformation_changes_is_named():
     calls = []
 
@@ -126,18 +135,22 @@ def test_what_a_transformation_changes_is_named():
 def square_with_a_batching_rule(rule):
     """|z|^2, whose gradient is right but under `vmap`."""
     slope = jax.custom_batching.custom_vmap(lambda z, g: 2 * jnp.conj(z) * g)
-    slope.def_vmap(lambda size, batched, z, g: (rule(z) * g, True))
+    slope.def_vmap(lambda size, batched, z, g: (rule(z, g), True))
     square = jax.custom_vjp(lambda z: jnp.abs(z) ** 2)
     square.defvjp(lambda z: (jnp.abs(z) ** 2, z), lambda z, g: (slope(z, g),))
     return square
 
 
 def test_a_batching_rule_that_mixes_copies_or_drops_imaginary_parts_is_found():
-    right, real, mean = map(
-        square_with_a_batching_rule,
-        (lambda z: 2 * jnp.conj(z), lambda z: 2 * jnp.real(z) + 0 * z, lambda z: 2 * jnp.mean(z) + 0 * z),
-    )
-    for square, z in ((real, jnp.array(1 + 2j)), (mean, jnp.float32(2.0))):
+    rules = {
+        "right": lambda z, g: 2 * jnp.conj(z) * g,
+        "real": lambda z, g: (2 * jnp.real(z) + 0 * z) * g,
+        "mean": lambda z, g: (2 * jnp.mean(z) + 0 * z) * g,
+        "the first copy's message": lambda z, g: 2 * jnp.conj(z) * g[:1],
+    }
+    right, real, mean, first = map(square_with_a_batching_rule, rules.values())
+    two, small = jnp.float32(2.0), lambda z: 1e-7 * mean(z)
+    for square, z in ((real, jnp.array(1 + 2j)), (mean, two), (first, two), (small, two)):
         refused(AssertionError, "under vmap", ap.testing.assert_transformable, square, z)
         ap.testing.assert_transformable(right, z)
     estimate = lambda key, z: jax.grad(mean)(z) + jax.random.normal(key)
@@ -212,7 +225,16 @@ def test_lanes_that_all_draw_the_same_are_not_called_independent():
         rare = rare.astype(jnp.float32)
         return tape.cost(rare * jnp.mean(rare))
 
-    refused(AssertionError, "nothing was tested: .* more lanes", ap.testing.assert_independent_lanes, program, 4, KEY)
+    hidden = independent(ap.likelihood_ratio(), lambda x: 1e6 + x * jnp.mean(x), False)
+    for unseen in (program, hidden):
+        words = "nothing was tested: .* more lanes"
+        refused(AssertionError, words, ap.testing.assert_independent_lanes, unseen, 4, KEY)
+
+
+def test_a_program_of_one_choice_passes():
+    coins = lambda tape: dist.Bernoulli(jnp.full(tape.lanes, 0.3))
+    program = lambda tape: ap.choose(tape, coins(tape), lambda x: (x.astype(jnp.float32), None), ap.disarm())[0]
+    ap.testing.assert_independent_lanes(program, 8, KEY)
 
 
 THETA = 0.4
@@ -279,6 +301,10 @@ def test_a_small_array_that_a_transformation_changes_is_found_and_roundings_of_z
     wrong = lambda p: exact(p) + p["b"] ** 2
     not_certified("FAIL  vmap        other estimates, by", estimate(-2.0), wrong, theta, num_estimates=1000)
     ap.testing.certify(estimate(1e-2), {"a": 2e5, "b": 0.0}, theta, num_estimates=1000)
+    with jax.enable_x64(True):
+        noise = lambda key: (1 + 0.01 * jax.random.normal(key)) * (1 if isinstance(key, jax.core.Tracer) else 2)
+        tiny = lambda key, theta: 2e-200 * theta * noise(key)
+        not_certified("FAIL  jit         other", tiny, np.float64(2e-200), 1.0, num_estimates=1000)
 
 
 def test_what_is_no_function_of_its_key_is_named():
@@ -322,6 +348,15 @@ def test_a_surrogate_loss_is_wrong_at_order_two_and_the_exponential_of_the_score
     assert next(check for check in error.certificate.checks if check.name == "bias").passed
 
 
+def test_a_second_derivative_that_is_right_only_under_vmap_is_found():
+    slope = jax.custom_batching.custom_vmap(lambda theta: 3 + 0 * theta)
+    slope.def_vmap(lambda size, batched, theta: (2 + 0 * theta, True))
+    twice = jax.custom_vjp(lambda theta: 2 * theta)
+    twice.defvjp(lambda theta: (2 * theta, slope(theta)), lambda slope, message: (slope * message,))
+    estimate = lambda key, theta: twice(theta + 0.1 * jax.random.normal(key))
+    not_certified("FAIL  scan, two   other", estimate, jnp.square, 1.0, order=2, num_estimates=1000)
+
+
 def test_a_refused_derivative_is_no_certificate_of_order_two():
     once = ap.node(ap.first_order(ap.backpropagation(lambda theta, noise: theta**2 + noise * theta), "only once"))
     gradient = jax.grad(lambda key, theta: once(theta, jax.random.normal(key)), argnums=1)
@@ -336,6 +371,9 @@ def test_variance_is_held_to_what_is_claimed():
     ap.testing.certify(estimate, square, theta, max_variance=4.0)
     claimed = {"a": np.array([1.0, 3.5])}
     not_certified(r"FAIL  variance    .* claimed 3\.5", estimate, square, theta, max_variance=claimed)
+    large = lambda key, theta: {"a": 2 * theta["a"] + 0.5 * jax.random.normal(key), "b": 2e6 * theta["b"]}
+    exact, theta = {"a": 2.0, "b": 2e6}, {"a": 1.0, "b": 1.0}
+    not_certified("FAIL  variance    0.2.* claimed 0", large, exact, theta, num_estimates=1000, max_variance=0)
 
 
 def test_too_few_samples_certify_nothing():
@@ -406,6 +444,8 @@ def test_errors_are_short_where_nothing_varies():
     assert max(map(len, str(error).splitlines())) < 200
     noise = lambda key, theta: 2 * theta + 1e30 * jax.random.normal(key)
     not_certified("no number of estimates is enough", noise, jnp.square, 1.0, num_estimates=1000)
+    open_ = list(_unbiased("bias", np.random.default_rng(0).normal(size=1000), 1e-200, 0.1))[-1]
+    assert open_.found.endswith("no number of estimates is enough")
 
 
 def test_what_does_not_depend_on_its_key_is_certified_as_exact_only():
@@ -414,6 +454,7 @@ def test_what_does_not_depend_on_its_key_is_certified_as_exact_only():
     not_certified(words, estimate, jnp.square, jnp.array(0.1), num_estimates=30)
     certificate = ap.testing.certify(estimate, jnp.square, jnp.array(0.1), num_estimates=333, max_variance=0)
     assert certificate.checks[-1].found == "the same for every key"
+    assert "a bias of 0.00012 % would be seen" in str(certificate)  # ten roundings
     noisy = lambda key, theta: 2 * theta + 1e-3 * jax.random.normal(key)
     not_certified("FAIL  variance", noisy, jnp.square, jnp.array(0.1), num_estimates=300, max_variance=0)
 
