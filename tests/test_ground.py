@@ -1,9 +1,12 @@
 """The ground floor: primitives, keys and ports."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
@@ -105,22 +108,30 @@ def test_what_is_no_key_is_refused(key):
     refused(TypeError, "first argument is one PRNG key", ap.expectation(lambda tape: tape, 4), key)
 
 
+def by_total_propagation(tape, x):
+    tape, x = ap.sample(tape, dist.Normal(x * jnp.ones(tape.lanes), 1.0), ap.total_propagation())
+    return tape.cost(x**2)
+
+
 KEYED = {
+    "node": jax.grad(ap.node(ap.backpropagation(lambda key, x: jnp.sum(x * jax.random.normal(key)))), 1),
+    "total_propagation": ap.grad(by_total_propagation, lanes=4),
     "randomize": ap.randomize(jnp.sin, ap.memory.rounding(bits=4), min_size=0),
     "rewire": ap.rewire(jnp.sin, ap.rewiring.forward_gradient(where="sin")),
 }
 
 
 @cases("function", KEYED)
-def test_a_key_that_is_given_twice_is_seen(function):
-    @jax.jit
-    def twice(data):
+def test_a_key_that_is_given_twice_is_seen_and_one_that_is_given_once_is_right(function):
+    @functools.partial(jax.jit, static_argnums=1)
+    def drawn(data, times):
         key = jax.random.wrap_key_data(data)
-        return function(key, jnp.ones(1)) + function(key, jnp.ones(1))
+        return [function(key, jnp.ones(1)) for _ in range(times)]
 
     data = jax.random.key_data(jax.random.key(0))
     with jax.debug_key_reuse(True):
-        refused(jax.errors.KeyReuseError, "already consumed", twice, data)
+        drawn(data, 1)
+        refused(jax.errors.KeyReuseError, "already consumed", drawn, data, 2)
 
 
 def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
