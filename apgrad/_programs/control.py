@@ -299,7 +299,10 @@ def has_own_rule(program: Program) -> bool:
 
 def own_rule_of(eqn: Any) -> bool:
     """Whether an equation is a `custom_vjp` function or has one inside, also in the rule of a `custom_jvp` function."""
-    rule = [_rule(eqn)] if eqn.primitive.name == "custom_jvp_call" else []
+    try:
+        rule = [_rule(eqn)] if eqn.primitive.name == "custom_jvp_call" else []
+    except Exception:  # a rule may refuse some of the tangents, which it is given all here
+        return True
     return _is_own_rule(eqn) or any(map(has_own_rule, [*inside_of(eqn), *rule]))
 
 

@@ -4,6 +4,8 @@ A coefficient that is rounded at random may only go through what is linear in it
 that is not linear, or is linear only for some types, between an array and the product that it enters.
 """
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
 import apgrad as ap
 from tests.cases import cases
@@ -41,6 +44,14 @@ def straight_through(h):
 
 
 straight_through.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
+times = jax.custom_jvp(lambda h, c: h * c)
+
+
+@functools.partial(times.defjvp, symbolic_zeros=True)
+def of_one_alone(primals, tangents):  # as Equinox refuses derivatives of what is meant to have none
+    if type(tangents[1]) is not SymbolicZero:
+        raise RuntimeError("the second argument is no number to differentiate")
+    return times(*primals), tangents[0] * primals[1]
 
 
 @jax.custom_vjp
@@ -70,6 +81,7 @@ BETWEEN = {
     "stop_gradient": lambda h: spread(lax.stop_gradient(h)) * spread(h),
     "relu": lambda h: spread(jax.nn.relu(h)),
     "custom_jvp": lambda h: spread(straight_through(h)),
+    "custom_jvp of one argument alone": lambda h: spread(times(h, jnp.cos(X))),
     "custom_vjp": lambda h: spread(jax.vmap(own_rule)(h)),
     "custom_vjp, without a message": lambda h: spread(scaled(jnp.mean(h), h)),
     "bitcast": lambda h: spread(lax.bitcast_convert_type(lax.bitcast_convert_type(h, jnp.int32) & ~0xFFFFF, h.dtype)),

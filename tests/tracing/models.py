@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import optax
+from jax.custom_derivatives import SymbolicZero
 
 import apgrad as ap
 from tests.expectations.programs import walk
@@ -97,7 +98,11 @@ def control():
     def safe_root(least, x):
         return jnp.sqrt(jnp.where(x > least, x, 0.0))
 
-    safe_root.defjvp(lambda p, t: (safe_root(*p), t[1] * jnp.where(p[1] > p[0], 0.5 / safe_root(*p), 0.0)))
+    @functools.partial(safe_root.defjvp, symbolic_zeros=True)
+    def tangent(p, t):
+        if type(t[0]) is not SymbolicZero:
+            raise RuntimeError("the least number is none to differentiate")
+        return safe_root(*p), t[1] * jnp.where(p[1] > p[0], 0.5 / safe_root(*p), 0.0)
 
     def loss(params):
         w, x = params
