@@ -7,6 +7,7 @@ the implicit function theorem. Besides, `batch_shape` and `support` are used if 
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -150,14 +151,18 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     """Whether rounding took from samples, of this batch shape, what their score depends on.
 
     It did so near a location where neighbouring numbers are more than a quarter of the scale apart: `step` is four
-    times their distance, as the inverses of transforms stretch it. It did so in the unit interval or the simplex where
-    NumPyro clipped a sample away from the ends. For Beta and Dirichlet this does no harm (`_WithEnds`), if the inverses
+    times their distance, as the inverses of transforms stretch it; of other densities, where log p has a second
+    derivative along a step of more than 1. It did so in the unit interval or the simplex where NumPyro clipped a sample
+    away from the ends. For Beta and Dirichlet this does no harm (`_WithEnds`), if the inverses
     of the transforms `around` them find the end again.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
+    # Up and down in turns, so that differences of neighbours move, too.
+    turns = lambda step: jnp.where(jnp.arange(step.shape[-1]) % 2, -step, step) if step.ndim else step
+    shaken = lambda function, x, step: (function(x + turns(step)), function(x - turns(step)))
     at_least = lambda step, x: jnp.maximum(jnp.abs(step), jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)))
     rounded, step = jnp.zeros(shape, bool), at_least(step, x)
     while isinstance(distribution, _AROUND):
@@ -174,7 +179,11 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     around = (*supports.transforms_of(distribution), *around)
     for move in reversed(supports.transforms_of(distribution)):
         rounded |= clipped(x) if isinstance(supports.constraint_of(move, "codomain"), _UNIT) else False
-        x, step = jax.jvp(move.inv, (x,), (step,)) if isinstance(move, _SMOOTH_MOVES) else (move.inv(x), 0.0)
+        if isinstance(move, _SMOOTH_MOVES):
+            x, step = jax.jvp(move.inv, (x,), (step,))
+        else:
+            sides, x = shaken(move.inv, x, step), move.inv(x)
+            step = jnp.fmax(*(jnp.abs(side - x) for side in sides))  # one may be outside of the domain
         x, step = lax.stop_gradient((x, at_least(step, x)))
     if isinstance(distribution, dist.TransformedDistribution):
         return rounded | _is_rounded(distribution.base_dist, shape, x, step, around)
@@ -192,8 +201,16 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         scale = jnp.sqrt(distribution.cov_diag)
         width = scale + jnp.linalg.norm(jnp.asarray(distribution.cov_factor), axis=-1)
     else:
-        unit = isinstance(supports.constraint_of(distribution, "support"), _UNIT)
-        return rounded | clipped(x) if unit and not keeps_log_prob(distribution, _OF_GAMMAS) else rounded
+        support = supports.constraint_of(distribution, "support")
+        if keeps_log_prob(distribution, _OF_GAMMAS):
+            return rounded
+        rounded |= clipped(x) if isinstance(support, _UNIT) else False
+        if not supports.components_of(distribution) and getattr(support, "is_discrete", True) is False:
+            # The second derivative along a step, by slopes: differences of a log-density would be lost in its rounding.
+            density = functools.partial(log_prob, lax.stop_gradient(distribution))
+            one, other = shaken(lambda side: jax.jvp(density, (side,), (turns(step),))[1], x, step)
+            rounded |= within(jnp.abs(one - other) > 2)  # as at a normal's sample, where the step is the scale
+        return rounded
     near = jnp.abs(x - distribution.loc) <= 8 * (width + step)
     return rounded | within(near & (step > scale))
 

@@ -427,6 +427,11 @@ def _at_100(scale):
         "by a matrix": transformed(pair(normal(0.0)).expand([4]), to.LowerCholeskyAffine(event, tril)),
         "of the logarithm": dist.LogNormal(jnp.log(far), scale / 100),
         "skewed": dist.AsymmetricLaplace(far, scale, 1.2),
+        "of matrices": dist.MatrixNormal(100 * jnp.ones((4, 2, 2)), scale * EYE, EYE),
+        "a path": dist.EulerMaruyama(jnp.arange(2.0), lambda x, _: (0 * x, scale), dist.Normal(far[:2], 1.0)),
+        "by a precision": dist.CAR(event, 0.5, scale**-2, 1 - EYE),
+        "of gammas": dist.Gamma((far / scale) ** 2, far / scale**2),
+        "a walk": transformed(dist.GaussianRandomWalk(scale * one.scale, 2), to.AffineTransform(100.0, 1.0)),
         "mixture": dist.MixtureSameFamily(half, dist.Normal(both, scale)),
         "mixture with a wide one": dist.MixtureGeneral(half, [dist.Normal(far, scale), dist.Normal(far, 9.0)]),
     }
@@ -445,6 +450,10 @@ def test_a_sample_that_is_rounded_more_coarsely_than_its_scale_has_no_score():
         coarse, fine = (jax.jit(lost)(jnp.float32(scale)) for scale in (2e-6, 1e-2))
     assert {name for name, found in coarse.items() if not found} == {"fine: mixture"}
     assert not any(fine.values()), fine
+    simplex, eye = to.StickBreakingTransform(), jnp.eye(2)  # of this sample all but 3e-7 is in the first share
+    stick = lambda at: transformed(dist.MultivariateNormal(at * jnp.ones(2), eye), simplex)
+    left = [distributions.score("LR", stick(at), simplex(at * jnp.ones(2))) for at in (jnp.float32(8), jnp.float32(0))]
+    assert np.isnan(left).tolist() == [True, False]
 
 
 class Counts(dist.Distribution):
