@@ -151,10 +151,9 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     """Whether rounding took from samples, of this batch shape, what their score depends on.
 
     It did so near a location where neighbouring numbers are more than a quarter of the scale apart: `step` is four
-    times their distance, as the inverses of transforms stretch it; of other densities, where log p has a second
-    derivative along a step of more than 1. It did so in the unit interval or the simplex where NumPyro clipped a sample
-    away from the ends. For Beta and Dirichlet this does no harm (`_WithEnds`), if the inverses
-    of the transforms `around` them find the end again.
+    times their distance, as the inverses of transforms stretch it. For other densities the scale is that of log p along
+    a step. It did so where NumPyro clipped a sample away from the ends of the unit interval or the simplex. For Beta
+    and Dirichlet this does no harm (`_WithEnds`), if the inverses of the transforms `around` them find the end again.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
