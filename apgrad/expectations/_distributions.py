@@ -151,14 +151,16 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     """Whether rounding took from samples, of this batch shape, what their score depends on.
 
     It did so near a location where neighbouring numbers are more than a quarter of the scale apart: `step` is four
-    times their distance, as the inverses of transforms stretch it. For other densities the scale is that of log p along
-    a step. It did so where NumPyro clipped a sample away from the ends of the unit interval or the simplex. For Beta
-    and Dirichlet this does no harm (`_WithEnds`), if the inverses of the transforms `around` them find the end again.
+    times their distance, as the inverses of transforms stretch it. For NumPyro's other densities the scale is that of
+    log p along a step. It did so where NumPyro clipped a sample away from the ends of the unit interval or the simplex.
+    For Beta and Dirichlet this does no harm (`_WithEnds`), if inverses of the transforms `around` them find the end.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
+    # A user's flow or density may be dear, and have no forward mode.
+    of_numpyro = lambda part: type(part).__module__.startswith("numpyro.")
     # Up and down in turns, so that differences of neighbours move, too.
     turns = lambda step: jnp.where(jnp.arange(step.shape[-1]) % 2, -step, step) if step.ndim else step
     shaken = lambda function, x, step: (function(x + turns(step)), function(x - turns(step)))
@@ -180,9 +182,11 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         rounded |= clipped(x) if isinstance(supports.constraint_of(move, "codomain"), _UNIT) else False
         if isinstance(move, _SMOOTH_MOVES):
             x, step = jax.jvp(move.inv, (x,), (step,))
-        else:
+        elif of_numpyro(move):
             sides, x = shaken(move.inv, x, step), move.inv(x)
             step = jnp.fmax(*(jnp.abs(side - x) for side in sides))  # one may be outside of the domain
+        else:
+            x, step = move.inv(x), 0.0
         x, step = lax.stop_gradient((x, at_least(step, x)))
     if isinstance(distribution, dist.TransformedDistribution):
         return rounded | _is_rounded(distribution.base_dist, shape, x, step, around)
@@ -204,7 +208,8 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         if keeps_log_prob(distribution, _OF_GAMMAS):
             return rounded
         rounded |= clipped(x) if isinstance(support, _UNIT) else False
-        if not supports.components_of(distribution) and getattr(support, "is_discrete", True) is False:
+        continuous = getattr(support, "is_discrete", True) is False and not supports.components_of(distribution)
+        if continuous and of_numpyro(distribution):
             # The second derivative along a step, by slopes: differences of a log-density would be lost in its rounding.
             density = functools.partial(log_prob, lax.stop_gradient(distribution))
             one, other = shaken(lambda side: jax.jvp(density, (side,), (turns(step),))[1], x, step)

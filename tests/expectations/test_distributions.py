@@ -375,6 +375,10 @@ def test_a_users_density_is_taken_as_it_is_also_where_that_of_numpyro_is_mended(
         both = jax.jit(lambda p: [(values(p, of), jax.jacrev(values)(p, of)) for of in (ours, theirs)])
         for found, wanted in zip(*both(jnp.array([0.3, 0.6])), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    log_prob = jax.custom_vjp(lambda rate, x: jnp.log(rate) - rate * x)  # which has no forward mode
+    log_prob.defvjp(lambda rate, x: (log_prob(rate, x), 1 / rate - x), lambda slope, m: (m * slope, None))
+    one = type("Own", (dist.Exponential,), {"log_prob": lambda self, value: log_prob(self.rate, value)})
+    assert jax.grad(lambda rate: distributions.score("LR", one(rate), jnp.float32(0.5)))(0.5) == 1.5
 
 
 class Sum(dist.Distribution):
