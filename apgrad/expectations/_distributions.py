@@ -314,6 +314,12 @@ def keeps_log_prob(part, classes) -> bool:
     return any(isinstance(part, base) and type(part).log_prob is base.log_prob for base in classes)
 
 
+def named(part: Any, classes: tuple[Any, ...]) -> str:
+    """Its name in an error that tells of these classes."""
+    own = ", a subclass whose log_prob is its own" if isinstance(part, classes) else ""
+    return type(part).__name__ + own
+
+
 class _OfPart(dist.Distribution):
     pytree_data_fields = ("part",)
 

@@ -394,6 +394,10 @@ def test_the_alternatives_of_a_normal_distributions_deviation_are_on_one_side_of
     normal, positive = lambda lanes, scale: dist.Normal(jnp.zeros(lanes), scale), lambda x: jnp.where(x > 0, 1.0, 0.0)
     gradient = ap.grad(one_choice(ap.measure_valued(), normal, positive), lanes=20)
     assert jax.jit(gradient)(KEY, 2.0) == 0  # without variance
+    with jax.numpy_dtype_promotion("standard"):
+        whole = dist.Normal(jnp.zeros(1, int), jnp.full(1, 2))
+        value = ap.expectation(one_choice(ap.measure_valued(), lambda lanes: whole, jnp.square), lanes=1)
+        assert jnp.isfinite(jax.jit(value)(KEY))
 
 
 def test_the_alternatives_of_a_normal_distributions_mean_are_finite():
@@ -541,6 +545,24 @@ def test_enumeration_takes_the_log_prob_that_a_user_gave_a_subclass():
     program = lambda tape: ap.choose(tape, Cubed(probs=probs[None]), lambda x: (costs[x], None), ap.enumeration())[0]
     exact = jnp.sum(probs**3 * costs) / jnp.sum(probs**3)
     np.testing.assert_allclose(ap.expectation(program, 1)(KEY), exact, rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_a_subclass_with_a_log_prob_of_its_own_is_another_distribution():
+    cubed, relaxed = Cubed(probs=jnp.full((4, 3), 1 / 3)), [ap.straight_through(), ap.gumbel_softmax(), ap.reinmax()]
+    other = lambda base: type("Other", (base,), {"log_prob": lambda self, x: -self.mean * x**2.0})
+    coin, counts, normal = other(dist.BernoulliProbs)(COIN.probs), other(dist.Poisson)(jnp.ones(4)), other(dist.Normal)
+    categorical = [ap.disarm_stick_breaking(), ap.rebar(), ap.relax(jnp.sum), ap.double_control_variates()]
+    of_coins = [ap.arm(), ap.disarm(), ap.arms(), ap.rebar(), ap.double_control_variates(), ap.measure_valued()]
+    rest = [(counts, e) for e in (ap.double_control_variates(), ap.measure_valued(), ap.straight_through())]
+    rest += [(normal(jnp.ones(4), 1.0), ap.measure_valued()), (other(dist.Gamma)(jnp.ones(4)), ap.measure_valued())]
+    for made, e in [(coin, e) for e in of_coins + relaxed] + [(cubed, e) for e in categorical + relaxed] + rest:
+        pay = (
+            one_choice(e, lambda lanes, d: d, jnp.sum)
+            if isinstance(e, ap.ChoiceEstimator)
+            else paid(lambda tape, d, e=e: ap.sample(tape, d, e))
+        )
+        refused(TypeError, "got (Other|Cubed), a subclass whose log_prob is its own", ap.expectation(pay, 4), KEY, made)
 
 
 @pytest.mark.parametrize("family", [dist.Bernoulli, dist.Categorical])

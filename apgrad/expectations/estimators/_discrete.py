@@ -14,8 +14,8 @@ from apgrad.expectations.estimators._choice_estimator import per_lane
 
 MOST_OUTCOMES = 2**16
 # Of type Any, so that type checkers do not ask what NumPyro's lazy properties are.
-CATEGORICAL: Any = dist.CategoricalLogits | dist.CategoricalProbs
-BERNOULLI: Any = dist.BernoulliLogits | dist.BernoulliProbs
+CATEGORICAL: Any = (dist.CategoricalLogits, dist.CategoricalProbs)
+BERNOULLI: Any = (dist.BernoulliLogits, dist.BernoulliProbs)
 
 
 class Choices(NamedTuple):
@@ -54,16 +54,17 @@ def number_of_choices(distribution: Any) -> int:
 
 def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical: bool = True) -> Choices:
     """The distribution as Bernoulli or categorical choices, with logits of float32 at least, to draw noise in."""
-    one = base(distributions.widened(distribution))
-    shape = shape_of_a_sample(distribution)
+    one: Any = base(distributions.widened(distribution))
+    shape, kinds = shape_of_a_sample(distribution), BERNOULLI * bernoulli + CATEGORICAL * categorical
+    if not distributions.keeps_log_prob(one, kinds):
+        wanted = " or ".join(["Bernoulli"] * bernoulli + ["categorical"] * categorical)
+        found = distributions.named(one, kinds)
+        raise TypeError(f"{what} takes {wanted} choices, got {found}. Use likelihood_ratio() or rloo().")
     with standard_promotion():
-        if bernoulli and isinstance(one, BERNOULLI):
+        if isinstance(one, BERNOULLI):
             return Choices(jnp.broadcast_to(one.logits, shape), False)
-        if categorical and isinstance(one, CATEGORICAL):
-            logits = jax.nn.log_softmax(one.logits)
-            return Choices(jnp.broadcast_to(logits, (*shape, logits.shape[-1])), True)
-    wanted = " or ".join(["Bernoulli"] * bernoulli + ["categorical"] * categorical)
-    raise TypeError(f"{what} takes {wanted} choices, got {type(one).__name__}. Use likelihood_ratio() or rloo().")
+        logits = jax.nn.log_softmax(one.logits)
+        return Choices(jnp.broadcast_to(logits, (*shape, logits.shape[-1])), True)
 
 
 def within_floats(logits: jax.Array) -> jax.Array:
@@ -84,16 +85,24 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
     distributions.require_density(what, distribution)
     one, shape = base(distributions.widened(distribution)), shape_of_a_sample(distribution)
     with standard_promotion():
-        if isinstance(one, CATEGORICAL):
+        if distributions.keeps_log_prob(one, CATEGORICAL):
             probs = jax.nn.softmax(one.logits)
             return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(float_dtype(distribution, float))
         discrete = getattr(getattr(one, "support", None), "is_discrete", False)
-        mean = getattr(one, "mean", None) if discrete and not one.event_shape else None
-        if mean is None or isinstance(one, dist.OrderedLogistic):
+        kinds = (*CATEGORICAL, *_without_their_mean(type(one)))
+        mean = getattr(one, "mean", None) if discrete and not one.event_shape and not isinstance(one, kinds) else None
+        if mean is None:
             wanted = "discrete choices of numbers with a mean, and categorical ones"
             instead = "Use reparameterization() for continuous choices, likelihood_ratio() for any."
-            raise TypeError(f"{what} takes {wanted}; got {type(one).__name__}. {instead}")
+            raise TypeError(f"{what} takes {wanted}; got {distributions.named(one, kinds)}. {instead}")
         return jnp.broadcast_to(mean, shape).astype(float_dtype(distribution, float))
+
+
+def _without_their_mean(kind):
+    """The class, if a user gave it a log_prob, and not the mean that belongs to it."""
+    density, mean = (next((c for c in kind.__mro__ if name in vars(c)), kind) for name in ("log_prob", "mean"))
+    stale = density is not mean and issubclass(density, mean) and not density.__module__.startswith("numpyro.")
+    return (kind,) * stale
 
 
 def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:

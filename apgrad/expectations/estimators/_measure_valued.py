@@ -81,12 +81,14 @@ def measure_valued() -> ChoiceEstimator:
 
 def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any, Any, Any, Any]]:
     """For each parameter: the parameter, r, x+ and x-."""
-    for kind, pairs in _PAIRS.items():
-        if isinstance(one, kind):
+    for kinds, pairs in _PAIRS.items():
+        if distributions.keeps_log_prob(one, kinds):
             with distributions.standard_promotion():
+                one = jax.tree.map(lambda p: jnp.asarray(p, jnp.result_type(p, float)), one)  # whole numbers
                 return [(p, r, a.astype(x.dtype), b.astype(x.dtype)) for p, r, a, b in pairs(one, shape, x, key)]
     instead = "Use likelihood_ratio() or rloo() for it; where it is continuous, also reparameterization()."
-    raise TypeError(f"measure_valued takes normal, Bernoulli, Poisson and gamma, got {type(one).__name__}. {instead}")
+    found = distributions.named(one, sum(_PAIRS, ()))
+    raise TypeError(f"measure_valued takes normal, Bernoulli, Poisson and gamma, got {found}. {instead}")
 
 
 def _normal(one, shape, x, key):
@@ -110,9 +112,9 @@ def _gamma(one, shape, x, key):
     return [(one.rate + refused, lax.stop_gradient(one.concentration) / rate, x, more)]
 
 
-_PAIRS: dict[Any, Callable[..., list[tuple[Any, Any, Any, Any]]]] = {
-    dist.Normal: _normal,
+_PAIRS: dict[tuple[Any, ...], Callable[..., list[tuple[Any, Any, Any, Any]]]] = {
+    (dist.Normal,): _normal,
     BERNOULLI: lambda one, shape, *_: [(one.probs, 1.0, jnp.ones(shape), jnp.zeros(shape))],
-    dist.Poisson: lambda one, shape, x, key: [(one.rate, 1.0, x + 1, x)],
-    dist.Gamma: _gamma,
+    (dist.Poisson,): lambda one, shape, x, key: [(one.rate, 1.0, x + 1, x)],
+    (dist.Gamma,): _gamma,
 }
