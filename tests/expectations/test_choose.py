@@ -547,6 +547,21 @@ def test_enumeration_takes_the_log_prob_that_a_user_gave_a_subclass():
     np.testing.assert_allclose(ap.expectation(program, 1)(KEY), exact, rtol=1e-6)
 
 
+def test_many_lanes_with_linear_costs_of_their_own_have_no_variance_under_double_control_variates():
+    slopes, lanes = (
+        jnp.array([[1.0, 0.2, -1.0], [0.5, 2.0, 0.0]]),
+        18_000,
+    )  # with more than 2^14 XLA:CPU simplifies sums
+
+    def program(tape, logits, slopes):
+        pay = lambda x, slope: (jnp.sum(x * slope), None)
+        return ap.choose(tape, dist.Categorical(logits=logits), pay, ap.double_control_variates(), slopes)[0]
+
+    slopes = jnp.tile(slopes, (lanes // 2, 1))
+    found = lanes * jax.jit(ap.grad(program, lanes))(KEY, jnp.zeros((lanes, 3)), slopes)
+    np.testing.assert_allclose(found, (slopes - jnp.mean(slopes, axis=1, keepdims=True)) / 3, atol=1e-5)
+
+
 @pytest.mark.quick
 def test_a_subclass_with_a_log_prob_of_its_own_is_another_distribution():
     cubed, relaxed = Cubed(probs=jnp.full((4, 3), 1 / 3)), [ap.straight_through(), ap.gumbel_softmax(), ap.reinmax()]
