@@ -288,6 +288,14 @@ def test_standardizers_leave_out_places_without_a_message():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, wanted)
     np.testing.assert_array_equal(got["activation/message"].scale[...], 1.0)
 
+    def masked(order):  # the last of three steps has no message at any place
+        weighed = lambda places, p, batch: network(False)(places, p, batch[0]) * batch[1]
+        steps = jnp.asarray(order), jnp.array([1.0, 1.0, 0.0])
+        return mplp.fit_standardizers(rule, weighed, params, (batches[steps[0] % 2], steps[1][steps[0]])).standardizers
+
+    got, wanted = jit(lambda: [masked([0, 2, 1]), masked([0, 1])])()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, wanted)
+
 
 def test_standardizers_are_refused_where_there_are_none_or_by_a_wrong_number():
     network, params, _, batches, sites = task("squared_error", "float32", steps=2)

@@ -252,11 +252,16 @@ def fit_standardizers(
     recording.record = True
     first = jax.tree.map(lambda x: x[0], batches)
 
-    def step(carry, batch):
-        params, state, _ = inner_step(recording, network, carry[0], carry[1], batch)
-        return (params, state), {name: {part: s["seen"] for part, s in at.items()} for name, at in state.items()}
+    start = init_state(recording, network, params, first)
+    of_parts = lambda f, state: {name: {part: f(name, part, s) for part, s in at.items()} for name, at in state.items()}
 
-    _, seen = scan_steps(step, (params, init_state(recording, network, params, first)), batches)
+    def step(carry, batch):
+        # A place without a message keeps its state, and what it saw in the step before would count again.
+        state = of_parts(lambda name, part, s: start[name][part] | {"carry": s["carry"]}, carry[1])
+        params, state, _ = inner_step(recording, network, carry[0], state, batch)
+        return (params, state), of_parts(lambda name, part, s: s["seen"], state)
+
+    _, seen = scan_steps(step, (params, start), batches)
     found: dict[str, list[dict[str, jax.Array]]] = {}
     for site in sites(network, params, first):
         for part, of_steps in seen.get(site.name, {}).items():
