@@ -251,7 +251,7 @@ def _with_rule(shards: Shards, eqn: Any, function: Callable[[Program], Any]) -> 
     found: list[Program] = []
 
     def within():
-        found.append(_rule(eqn))
+        found.append(_rule(eqn)())
         return ()
 
     @call.defjvp
@@ -265,11 +265,16 @@ def _with_rule(shards: Shards, eqn: Any, function: Callable[[Program], Any]) -> 
     return call
 
 
-def _rule(eqn: Any) -> Program:
-    """The program of a `custom_jvp` function's rule, which takes inputs and tangents."""
+# Traces a `custom_jvp` function's rule, whose program takes inputs and tangents.
+def _rule(eqn: Any) -> Callable[[], Program]:
     params = Parameters(eqn)
-    jaxpr, consts, _ = params["jvp_jaxpr_fun"].call_wrapped(*[False] * (len(eqn.invars) - params["num_consts"]))
-    return Program(jaxpr, tuple(consts))
+    rule, zeros = params["jvp_jaxpr_fun"], [False] * (len(eqn.invars) - params["num_consts"])
+
+    def traced():
+        jaxpr, consts, _ = rule.call_wrapped(*zeros)
+        return Program(jaxpr, tuple(consts))
+
+    return traced
 
 
 def _untyped(value: Any) -> Any:
@@ -299,11 +304,15 @@ def has_own_rule(program: Program) -> bool:
 
 def own_rule_of(eqn: Any) -> bool:
     """Whether an equation is a `custom_vjp` function or has one inside, also in the rule of a `custom_jvp` function."""
-    try:
-        rule = [_rule(eqn)] if eqn.primitive.name == "custom_jvp_call" else []
-    except Exception:  # a rule may refuse some of the tangents, which it is given all here
+    if _is_own_rule(eqn) or any(map(has_own_rule, inside_of(eqn))):
         return True
-    return _is_own_rule(eqn) or any(map(has_own_rule, [*inside_of(eqn), *rule]))
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    traced = _rule(eqn)
+    try:
+        return has_own_rule(traced())
+    except Exception:  # A rule may refuse some of the tangents, which it is given all here.
+        return True  # So what it makes of the others is looked at.
 
 
 def _is_own_rule(eqn: Any) -> bool:

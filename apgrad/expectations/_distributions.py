@@ -153,7 +153,6 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     It did so near a location where neighbouring numbers are more than a quarter of the scale apart: `step` is four
     times their distance, as the inverses of transforms stretch it. For NumPyro's other densities the scale is that of
     log p along a step. It did so where NumPyro clipped a sample away from the ends of the unit interval or the simplex.
-    For Beta and Dirichlet this does no harm (`_WithEnds`), if inverses of the transforms `around` them find the end.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return False
@@ -161,14 +160,16 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
     # A user's flow or density may be dear, and have no forward mode.
     of_numpyro = lambda part: type(part).__module__.startswith("numpyro.")
-    # Up and down in turns, so that differences of neighbours move, too.
-    turns = lambda step: jnp.where(jnp.arange(step.shape[-1]) % 2, -step, step) if step.ndim else step
+    # Up and down in turns along each axis of an event, so that differences of neighbours move, too.
+    parity = lambda x: sum(jnp.indices(x.shape, sparse=True)[len(shape) :], start=jnp.zeros((1,) * x.ndim, int)) % 2
+    turns = lambda step: jnp.where(parity(step) == 1, -step, step)
     shaken = lambda function, x, step: (function(x + turns(step)), function(x - turns(step)))
     at_least = lambda step, x: jnp.maximum(jnp.abs(step), jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)))
     rounded, step = jnp.zeros(shape, bool), at_least(step, x)
     while isinstance(distribution, _AROUND):
         distribution = distribution.base_dist
     tiny, eps = float(jnp.finfo(x.dtype).tiny), float(jnp.finfo(x.dtype).eps)
+    # It does Beta and Dirichlet no harm (`_WithEnds`) if the inverses of the transforms around them find the end again.
     of_gammas = [keeps_log_prob(p, _OF_GAMMAS) for p in (distribution, *supports.components_of(distribution))]
     high, low = x >= 1 - 4 * eps, x <= 1.0001 * tiny
     for near, end in ((high, 1 - eps), (high, 1 - 2 * eps), (low, tiny)) if around and any(of_gammas) else ():
@@ -212,8 +213,11 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         if continuous and of_numpyro(distribution):
             # The second derivative along a step, by slopes: differences of a log-density would be lost in its rounding.
             density = functools.partial(log_prob, lax.stop_gradient(distribution))
-            one, other = shaken(lambda side: jax.jvp(density, (side,), (turns(step),))[1], x, step)
-            rounded |= within(jnp.abs(one - other) > 2)  # as at a normal's sample, where the step is the scale
+            slope = jax.grad(lambda side: jnp.sum(density(side)))
+            one, other = shaken(slope, x, step)
+            event = tuple(range(x.ndim - len(distribution.event_shape), x.ndim))
+            bend = jnp.sum((one - other) * turns(step), axis=event, keepdims=True)
+            rounded |= within(jnp.abs(bend) > 2)  # as at a normal's sample, where the step is the scale
         return rounded
     near = jnp.abs(x - distribution.loc) <= 8 * (width + step)
     return rounded | within(near & (step > scale))

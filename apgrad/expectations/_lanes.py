@@ -54,30 +54,37 @@ def fold(tree: Any, folds: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
 
 
+# The array by folds, and the axis of lanes in it. One fold has no axis: XLA of jaxlib 0.10 takes on CPUs wrong sums
+# over the second axis of (1, k, more than 2^15) where they are spread over that axis again.
+def _by_fold(x: jax.Array, folds: int) -> tuple[jax.Array, int]:
+    return (x, 0) if folds == 1 else (fold(x, folds), 1)
+
+
 def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
     """For each lane, or sample, the mean over the others of its fold whose mask is True; 0 if there are none."""
-    each = fold(x.astype(np.promote_types(x.dtype, np.float32)), folds)  # a sum overflows float16 where no mean does
+    # A sum overflows float16 where no mean does.
+    each, axis = _by_fold(x.astype(np.promote_types(x.dtype, np.float32)), folds)
     if mask is None:
-        count = each.shape[1] - 1
+        count = each.shape[axis] - 1
     else:
-        alive = fold(jnp.broadcast_to(mask, x.shape), folds)
-        count = jnp.sum(alive, axis=1, keepdims=True) - alive.astype(int)
+        alive, _ = _by_fold(jnp.broadcast_to(mask, x.shape), folds)
+        count = jnp.sum(alive, axis=axis, keepdims=True) - alive.astype(int)
         count = jnp.maximum(count, 1).astype(each.dtype)
         each = jnp.where(alive, each, 0)
-    return ((jnp.sum(each, axis=1, keepdims=True) - each) / count).reshape(x.shape).astype(x.dtype)
+    return ((jnp.sum(each, axis=axis, keepdims=True) - each) / count).reshape(x.shape).astype(x.dtype)
 
 
 def weighed_mean_of_others(x: jax.Array, log_weight: Any, folds: int, mask: Any = True) -> jax.Array:
     """`mean_of_others`, where a lane counts by its squared weight: the m with the least sum of (weight (x - m))^2."""
-    shown = lambda a: fold(jnp.broadcast_to(a, x.shape), folds)
-    each, alive = fold(x.astype(np.promote_types(x.dtype, np.float32)), folds), shown(mask)
+    shown = lambda a: _by_fold(jnp.broadcast_to(a, x.shape), folds)[0]
+    (each, axis), alive = _by_fold(x.astype(np.promote_types(x.dtype, np.float32)), folds), shown(mask)
     log = jnp.where(alive, shown(log_weight), -1e30)
-    first = jnp.argmax(log, axis=1, keepdims=True)
-    top = lax.broadcasted_iota(first.dtype, log.shape, 1) == first
+    first = jnp.argmax(log, axis=axis, keepdims=True)
+    top = lax.broadcasted_iota(first.dtype, log.shape, axis) == first
     others, each = alive & ~top, jnp.where(alive, each, 0)
 
     def squared(among, log):  # in units of the largest, so that they have a sum of at least 1, or there are none
-        largest = jnp.max(jnp.where(among, log, -1e30), axis=1, keepdims=True)
+        largest = jnp.max(jnp.where(among, log, -1e30), axis=axis, keepdims=True)
         return jnp.where(among, jnp.exp(2 * (log - largest)), 0).astype(each.dtype)
 
     # A lane's own weight says nothing of the others': for the top lane, in units of the largest of these.
@@ -85,8 +92,8 @@ def weighed_mean_of_others(x: jax.Array, log_weight: Any, folds: int, mask: Any 
 
     def summed(a):
         weighed = a * weight
-        of_top = jnp.sum(a * beside_top, axis=1, keepdims=True)
-        return jnp.where(top, of_top, jnp.sum(weighed, axis=1, keepdims=True) - weighed)
+        of_top = jnp.sum(a * beside_top, axis=axis, keepdims=True)
+        return jnp.where(top, of_top, jnp.sum(weighed, axis=axis, keepdims=True) - weighed)
 
     total = summed(jnp.ones_like(each))
     some = total > 0
@@ -94,10 +101,10 @@ def weighed_mean_of_others(x: jax.Array, log_weight: Any, folds: int, mask: Any 
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:
-    each = fold(x, folds)
-    away = each - jnp.mean(each, axis=1, keepdims=True)
-    scale = jnp.maximum(jnp.max(jnp.abs(away), axis=1, keepdims=True), 1)  # squares of large numbers overflow
-    deviation = scale * jnp.sqrt(jnp.mean((away / scale) ** 2, axis=1, keepdims=True))
+    each, axis = _by_fold(x, folds)
+    away = each - jnp.mean(each, axis=axis, keepdims=True)
+    scale = jnp.maximum(jnp.max(jnp.abs(away), axis=axis, keepdims=True), 1)  # squares of large numbers overflow
+    deviation = scale * jnp.sqrt(jnp.mean((away / scale) ** 2, axis=axis, keepdims=True))
     return (away / (deviation + 1e-4)).reshape(x.shape)
 
 

@@ -1,7 +1,7 @@
 """Certificates: a function that claims to be a gradient is one, and behaves as JAX functions do.
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
-* `resolution`: a bias of a tenth of the gradient would be seen, or all is "undecided". Of 0 it says which would be.
+* `resolution`: a bias of a tenth of the gradient would be seen, else "undecided". Of 0 it names the bias it would see.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each; under `vmap` copies' arguments differ by 1/64.
@@ -205,18 +205,19 @@ def _variance(samples, claimed) -> Check:
             raise ValueError(f"max_variance is a number, or of shape {x.shape[1:]} here; got {claim!r}") from error
 
     limits = jax.tree.map(limit_of, samples, claimed)
-    mean, variance, limit = each.mean(axis=0), each.var(axis=0, ddof=1), joined(jax.tree.leaves(limits)) / units / units
+    (claim,), mean, variance = joined(jax.tree.leaves(limits)), each.mean(axis=0), each.var(axis=0, ddof=1)
     if not variance.size:
         return Check("variance", True, "no elements")
     # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
     error = np.sqrt(np.maximum(np.mean((each - mean) ** 4, axis=0) - variance**2, 0) / len(each))
-    limit, unit = limit[0], units[0]
+    with np.errstate(over="ignore"):
+        limit, unit = claim / units[0] / units[0], units[0]
     rounding = 1e-5 * np.abs(limit) + 1e-12
     excess = np.where(variance > limit + rounding, (variance - limit) / np.maximum(error, 1e-300), 0.0)
     at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-STANDARD_ERRORS) / variance.size)
     with np.errstate(over="ignore"):
-        variance, error, limit = (x[at] * unit[at] * unit[at] for x in (variance, error, limit))
-    words = f"{variance:.4g} ± {error:.2g}, claimed {limit:.4g}"
+        variance, error = (x[at] * unit[at] * unit[at] for x in (variance, error))
+    words = f"{variance:.4g} ± {error:.2g}, claimed {claim[at]:.4g}"
     return Check("variance", bool(excess[at] <= bound), words)
 
 
@@ -247,7 +248,11 @@ def _same(name: str, function, expected, *, rtol: float, usual: Any) -> Check:
         got = jax.tree.map(np.asarray, function())
     except Exception as error:  # whatever a transformation raises is the finding
         return Check(name, False, f"raises {type(error).__name__}: {_first_line(error)}")
-    floor = max(bias.ROUNDING / rtol * max(largest(expected), largest(usual)), float(np.finfo(float).tiny))
+    tiny = max(
+        (float(jnp.finfo(x.dtype).tiny) for x in jax.tree.leaves(got) if jnp.issubdtype(x.dtype, jnp.floating)),
+        default=1e-300,
+    )
+    floor = max(bias.ROUNDING / rtol * max(largest(expected), largest(usual)), tiny)
 
     def far_of(most, a, b):  # `a` and `b` are trees where they are derivatives of a leaf
         distances = jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), a, b)

@@ -68,7 +68,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
 
     # One program for all, since compiling is what takes long.
     got = jax.jit(each)(args, stacked(copies))
-    atol *= min(1.0, largest(own))
+    atol *= min(1.0, largest((own, lanes)))
     for name in variants:
         for pair in zip(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), strict=True):
             a, b = (np.asarray(x, np.promote_types(x.dtype, np.float64)) for x in pair)

@@ -421,6 +421,10 @@ def _at_100(scale):
     move, tril = to.AffineTransform(far, scale), scale * jnp.array([[1.0, 0.0], [1.0, 0.5]])
     half = dist.Categorical(probs=jnp.full((4, 2), 0.5))
     both = jnp.stack([far, 0 * far], axis=-1)
+    tied = jnp.array([[1.0, 0.0], [1.0, 1.0]]) * jnp.stack([jnp.float32(1), scale])
+    same = jax.custom_vjp(lambda x: 0 * x)  # which has no forward mode
+    same.defvjp(lambda x: (0 * x, None), lambda _, m: (0 * m,))
+    drift = lambda x, _: (same(x), scale * jnp.ones_like(x))
     return {
         "multivariate": dist.MultivariateNormal(event, scale_tril=tril),
         "Student": dist.MultivariateStudentT(5.0, event, tril),
@@ -433,6 +437,8 @@ def _at_100(scale):
         "skewed": dist.AsymmetricLaplace(far, scale, 1.2),
         "of matrices": dist.MatrixNormal(100 * jnp.ones((4, 2, 2)), scale * EYE, EYE),
         "a path": dist.EulerMaruyama(jnp.arange(2.0), lambda x, _: (0 * x, scale), dist.Normal(far[:2], 1.0)),
+        "paths": dist.EulerMaruyama(jnp.arange(3.0), drift, dist.Normal(far[:1], 1.0).to_event(1)),
+        "of equal rows": dist.MatrixNormal(100 * jnp.ones((4, 2, 2)), tied, EYE),
         "by a precision": dist.CAR(event, 0.5, scale**-2, 1 - EYE),
         "of gammas": dist.Gamma((far / scale) ** 2, far / scale**2),
         "a walk": transformed(dist.GaussianRandomWalk(scale * one.scale, 2), to.AffineTransform(100.0, 1.0)),

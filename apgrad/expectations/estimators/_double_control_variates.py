@@ -61,7 +61,8 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
         zero = distributions.score(name, distribution, drawn)
         xs, mean = relaxable(distribution, drawn), relaxed_mean(name, distribution)
         cost, pullback = jax.vjp(costs, xs)
-        # XLA:CPU simplifies sums of more than 2^14 lanes wrongly where it sees that a linear cost's slopes are equal.
+        # Hidden from XLA of jaxlib 0.10, which on CPUs takes wrong sums of more than 2^14 lanes where a linear cost's
+        # slopes are seen to be the same for all samples.
         (slope,) = lax.optimization_barrier(lax.stop_gradient(pullback(jnp.ones_like(cost))))
         zero = per_lane(zero, 2).astype(cost.dtype)
         a = jnp.asarray(coefficient, cost.dtype)
