@@ -158,7 +158,7 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         return False
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
-    # A user's flow or density may be dear, and have no forward mode.
+    # A user's flow or density may be dear, and have no derivative by its samples.
     of_numpyro = lambda part: type(part).__module__.startswith("numpyro.")
     # Up and down in turns along each axis of an event, so that differences of neighbours move, too.
     parity = lambda x: sum(jnp.indices(x.shape, sparse=True)[len(shape) :], start=jnp.zeros((1,) * x.ndim, int)) % 2
