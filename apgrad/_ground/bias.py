@@ -117,14 +117,19 @@ def _leaves(samples, truth) -> Iterator[_Leaf]:
             raise ValueError(f"the truth{name} is not finite, so that nothing can be compared with it: {wanted}")
         if wanted.size == 0:
             continue
-        largest = max(np.max(np.abs(y), initial=0.0, where=np.isfinite(y)) for y in (x, wanted))
-        exponent = int(np.frexp(largest)[1])
+        exponent = int(np.frexp(largest_size((x, wanted)))[1])
         flat, wanted = (np.ldexp(y, -exponent) for y in (x.reshape(len(x), -1), wanted.reshape(-1)))
         with np.errstate(invalid="ignore"):
             mean, error = flat.mean(0), flat.std(0, ddof=1) / np.sqrt(len(flat))
             exact = np.abs(mean - wanted) <= ROUNDING * np.abs(wanted)
         rounded = _rounded(flat, wanted)
         yield _Leaf(name, exponent, x.shape[1:], flat, wanted, mean, error, rounded, exact | rounded)
+
+
+def largest_size(tree: Any) -> float:
+    """The largest finite size of an element."""
+    sizes = (np.max(np.abs(x), initial=0.0, where=np.isfinite(x)) for x in jax.tree.leaves(tree))
+    return float(max(sizes, default=0.0))
 
 
 def _rounded(samples: np.ndarray, truth: np.ndarray) -> np.ndarray:

@@ -79,7 +79,7 @@ def mapped_with(tree: Any, others: Any) -> Any:
 
     Else the message is the sum over all copies, and each copy of a node's memory would answer that sum.
     """
-    # A key that a primitive of ours is given counts as used for JAX, but not its words.
+    # JAX takes a key for used that one of our primitives is given. The words of the key it does not.
     words = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     arrays = [words(x) for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     if not arrays:

@@ -311,8 +311,9 @@ def own_rule_of(eqn: Any) -> bool:
     traced = _rule(eqn)
     try:
         return has_own_rule(traced())
-    except Exception:  # A rule may refuse some of the tangents, which it is given all here.
-        return True  # So what it makes of the others is looked at.
+    except Exception:
+        # It may refuse tangents that nobody asks for. Then callers look at what is linear in the program at hand.
+        return True
 
 
 def _is_own_rule(eqn: Any) -> bool:

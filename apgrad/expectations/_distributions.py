@@ -158,12 +158,10 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         return False
     within = lambda found: jnp.any(found, axis=tuple(range(len(shape), found.ndim)))
     clipped = lambda x: within(jnp.logical_or(*_at_ends(x)))
-    # A user's flow or density may be dear, and have no derivative by its samples.
-    of_numpyro = lambda part: type(part).__module__.startswith("numpyro.")
     # Up and down in turns along each axis of an event, so that differences of neighbours move, too.
     parity = lambda x: sum(jnp.indices(x.shape, sparse=True)[len(shape) :], start=jnp.zeros((1,) * x.ndim, int)) % 2
     turns = lambda step: jnp.where(parity(step) == 1, -step, step)
-    shaken = lambda function, x, step: (function(x + turns(step)), function(x - turns(step)))
+    shaken = lambda function, x, turned: (function(x + turned), function(x - turned))
     at_least = lambda step, x: jnp.maximum(jnp.abs(step), jnp.abs(x) * (4 * float(jnp.finfo(x.dtype).eps)))
     rounded, step = jnp.zeros(shape, bool), at_least(step, x)
     while isinstance(distribution, _AROUND):
@@ -183,8 +181,8 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
         rounded |= clipped(x) if isinstance(supports.constraint_of(move, "codomain"), _UNIT) else False
         if isinstance(move, _SMOOTH_MOVES):
             x, step = jax.jvp(move.inv, (x,), (step,))
-        elif of_numpyro(move):
-            sides, x = shaken(move.inv, x, step), move.inv(x)
+        elif supports.of_numpyro(type(move)):  # a user's flow or density may be dear, and have no derivative by samples
+            sides, x = shaken(move.inv, x, turns(step)), move.inv(x)
             step = jnp.fmax(*(jnp.abs(side - x) for side in sides))  # one may be outside of the domain
         else:
             x, step = move.inv(x), 0.0
@@ -210,13 +208,14 @@ def _is_rounded(distribution: Any, shape, x, step: Any = 0.0, around: tuple[Any,
             return rounded
         rounded |= clipped(x) if isinstance(support, _UNIT) else False
         continuous = getattr(support, "is_discrete", True) is False and not supports.components_of(distribution)
-        if continuous and of_numpyro(distribution):
+        if continuous and supports.of_numpyro(type(distribution)):
             # The second derivative along a step, by slopes: differences of a log-density would be lost in its rounding.
             density = functools.partial(log_prob, lax.stop_gradient(distribution))
             slope = jax.grad(lambda side: jnp.sum(density(side)))
-            one, other = shaken(slope, x, step)
+            turned = turns(step)
+            one, other = shaken(slope, x, turned)
             event = tuple(range(x.ndim - len(distribution.event_shape), x.ndim))
-            bend = jnp.sum((one - other) * turns(step), axis=event, keepdims=True)
+            bend = jnp.sum((one - other) * turned, axis=event, keepdims=True)
             rounded |= within(jnp.abs(bend) > 2)  # as at a normal's sample, where the step is the scale
         return rounded
     near = jnp.abs(x - distribution.loc) <= 8 * (width + step)

@@ -18,6 +18,10 @@ _INVERSE = type(transforms.ExpTransform().inv)
 WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
 
 
+def of_numpyro(kind: type) -> bool:
+    return kind.__module__.startswith("numpyro.")
+
+
 def components_of(part) -> list[Any]:
     one, more = (getattr(part, f"component_distribution{s}", None) for s in ("", "s"))
     return list(more) if isinstance(more, list | tuple) else [] if one is None else [one]

@@ -21,8 +21,9 @@ from scipy import special
 
 from apgrad._ground import bias
 from apgrad._ground.arguments import number, require_one_of, unlike
+from apgrad._ground.bias import largest_size
 from apgrad.testing._moments import STANDARD_ERRORS, Moments, draw, moments_of
-from apgrad.testing._transformable import largest, nearby, stacked
+from apgrad.testing._transformable import nearby, stacked
 
 __all__ = ["Certificate", "Check", "NotCertifiedError", "certify"]
 
@@ -147,7 +148,7 @@ def certify(
             checks += _unbiased("order two", curvature, _exactly(jax.hessian(truth), args), resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     # Few estimates are compared, and all of them may be zero but for rounding.
-    usual = jax.tree.map(lambda x: largest(np.mean(np.abs(x), axis=0)), samples)
+    usual = jax.tree.map(lambda x: largest_size(np.mean(np.abs(x), axis=0)), samples)
     checks += _transformations(estimate, args, keys, functools.partial(_same, rtol=rtol, usual=usual), order)
     certain = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
     checks.append(_keys(estimate, args, keys[0], key_reuse, samples, certain))
@@ -171,7 +172,7 @@ def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     worst, number = bias.distance(samples, truth, STANDARD_ERRORS), len(jax.tree.leaves(samples)[0])
     right = worst.off <= worst.bound
     yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
-    scale, visible = largest(truth), worst.visible
+    scale, visible = largest_size(truth), worst.visible
     average = "; of elements that few samples reach, in their root mean square" if worst.on_average else ""
     if not right:
         return
@@ -195,7 +196,7 @@ def _variance(samples, claimed) -> Check:
         claimed = jax.tree.map(lambda _: claimed, samples)
     joined = lambda leaves: np.concatenate([np.reshape(x, (len(x), -1)) for x in leaves], axis=1)
     # In units of each array's largest number, whose square may be no float64 number.
-    units = joined([np.full((1, *x.shape[1:]), largest(x) or 1.0) for x in jax.tree.leaves(samples)])
+    units = joined([np.full((1, *x.shape[1:]), largest_size(x) or 1.0) for x in jax.tree.leaves(samples)])
     each = joined(jax.tree.leaves(samples)) / units
 
     def limit_of(x, claim):
@@ -252,12 +253,13 @@ def _same(name: str, function, expected, *, rtol: float, usual: Any) -> Check:
         (float(jnp.finfo(x.dtype).tiny) for x in jax.tree.leaves(got) if jnp.issubdtype(x.dtype, jnp.floating)),
         default=1e-300,
     )
-    floor = max(bias.ROUNDING / rtol * max(largest(expected), largest(usual)), tiny)
+    floor = max(bias.ROUNDING / rtol * max(largest_size(expected), largest_size(usual)), tiny)
 
     def far_of(most, a, b):  # `a` and `b` are trees where they are derivatives of a leaf
         distances = jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), a, b)
         pairs = zip(jax.tree.leaves(distances), jax.tree.leaves(b), strict=True)
-        return max((float(np.max(abs(d), initial=0.0)) / max(largest(x), most, floor) for d, x in pairs), default=0.0)
+        far = (float(np.max(abs(d), initial=0.0)) / max(largest_size(x), most, floor) for d, x in pairs)
+        return max(far, default=0.0)
 
     far = max(jax.tree.leaves(jax.tree.map(far_of, usual, got, expected)), default=0.0)
     same = bool(far <= rtol)

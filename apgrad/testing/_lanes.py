@@ -48,8 +48,9 @@ def assert_independent_lanes(
     # another: so each of the two is once disturbed while the other is not.
     for bit, value in itertools.product(range((lanes - 1).bit_length()), (0, 1)):
         after = np.asarray(lane_costs(program, lanes, key, *args, disturbed=(bit, value)))
-        tested |= bool(np.any(np.abs(after - before) > rounding))
-        moved = np.where(lane_numbers >> bit & 1 == value, 0, np.abs(after - before))
+        moved = np.abs(after - before)
+        tested |= bool(np.any(moved > rounding))
+        moved = np.where(lane_numbers >> bit & 1 == value, 0, moved)
         moved = np.where(np.isnan(moved), np.inf, moved)
         lane = int(np.argmax(moved))
         if moved[lane] > rounding:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import noted
+from apgrad._ground.bias import largest_size
 
 
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -68,7 +69,7 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
 
     # One program for all, since compiling is what takes long.
     got = jax.jit(each)(args, stacked(copies))
-    atol *= min(1.0, largest((own, lanes)))
+    atol *= min(1.0, largest_size((own, lanes)))
     for name in variants:
         for pair in zip(jax.tree.leaves(got[name]), jax.tree.leaves(expected[name]), strict=True):
             a, b = (np.asarray(x, np.promote_types(x.dtype, np.float64)) for x in pair)
@@ -80,12 +81,6 @@ def nearby(tree: Any, number: int) -> Any:
     kind = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     moved = lambda x: jnp.where(x == 0, number / 64, x * (1 - number / 64))
     return jax.tree.map(lambda x: moved(x) if number and kind(x) else x, tree)
-
-
-def largest(tree: Any) -> float:
-    """The largest finite size of an element."""
-    sizes = (np.max(np.abs(x), initial=0.0, where=np.isfinite(x)) for x in jax.tree.leaves(tree))
-    return float(max(sizes, default=0.0))
 
 
 def stacked(trees: list) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import lax
 
-from apgrad.expectations import _distributions as distributions
+from apgrad.expectations import _distributions as distributions, _supports as supports
 from apgrad.expectations._distributions import float_dtype, standard_promotion
 from apgrad.expectations.estimators._choice_estimator import per_lane
 
@@ -101,7 +101,7 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
 def _without_their_mean(kind):
     """The class, if a user gave it a log_prob, and not the mean that belongs to it."""
     density, mean = (next((c for c in kind.__mro__ if name in vars(c)), kind) for name in ("log_prob", "mean"))
-    stale = density is not mean and issubclass(density, mean) and not density.__module__.startswith("numpyro.")
+    stale = density is not mean and issubclass(density, mean) and not supports.of_numpyro(density)
     return (kind,) * stale
 
 

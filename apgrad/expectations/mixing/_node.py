@@ -109,7 +109,7 @@ def draw_batch_by_mixer(
         (x, zeros), pull = _surrogates(mixer, distribution, key)
         shape = jnp.shape(x)
         led = ways.led_by_lanes(distribution, lanes, shape)
-        if not all(type(part).__module__.startswith("numpyro.") for part in supports.all_parts_of(distribution)):
+        if not all(supports.of_numpyro(type(part)) for part in supports.all_parts_of(distribution)):
             led = ways.surely_led(led, pull, x, zeros)
         if not any(led):
             shapes = [jnp.shape(p) for p in jax.tree.leaves(distribution)]
